@@ -186,7 +186,7 @@ def ddpkit(run: Run) -> None:
     steps = trainer.steps(run.dataset)
 
     def save(_: int) -> None:
-        trainer._run.checkpoints.save()  # as at one of `every_steps`
+        trainer._run.checkpoints.on_request()  # as at one of `every_steps`
 
     def wait(_: int) -> None:
         writer = trainer._run.checkpoints._saver._writer

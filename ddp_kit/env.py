@@ -66,7 +66,6 @@ END_TIME = "SLURM_JOB_END_TIME"  # when the job ends, in seconds since 1970
 # Settings of torch's agent that have no flag.
 UNINTERRUPTIBLE_TIMEOUT = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"  # in seconds; no limit if not a number
 FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"  # 1: serve the workers' timers (torch.distributed.elastic.timer)
-FILE_TIMER_PATH = "TORCHELASTIC_TIMER_FILE"
 
 # Set by `ddpkit plan` so that the script's Trainer plans instead of training: the number of ranks, in total and on each
 # node, and the bytes of each device.
@@ -160,7 +159,8 @@ ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see la
 # the path for the record of a Trainer without a checkpoint folder; RECORD_NOTE, from the Trainers, has the paths of the
 # records to which the launcher adds.
 RECORD_FOLDER = "record"
-RECORD_ATTEMPTS, RECORD_ROWS = "attempts.jsonl", "rows.jsonl"
+RECORD_ATTEMPTS = "attempts.jsonl"
+RECORD_ROWS = "rows.jsonl"
 RECORD_NOTE = "ddpkit-record"
 RECORD_DEFAULT = "ddpkit-default-record"
 ERROR_SHOWN_FILE = "error-shown"  # in an attempt's folder: a rank has printed the error that ends the attempt
@@ -197,9 +197,8 @@ class PlanRequest(NamedTuple):
     """The memory of each device, in bytes."""
 
 
-def plan_request(env: Mapping[str, str] | None = None) -> PlanRequest | None:
+def plan_request(env: Mapping[str, str] = os.environ) -> PlanRequest | None:
     """The parameters that `ddpkit plan` has set in the environment; None if the process should train."""
-    env = os.environ if env is None else env
     if PLAN_RANKS not in env:
         return None
     ranks = _number(env, PLAN_RANKS)
@@ -277,33 +276,33 @@ def agent_serves_store(env: Mapping[str, str]) -> bool:
     return env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
-def from_env(env: Mapping[str, str] | None = None) -> WorkerEnv:
+def from_env(env: Mapping[str, str] = os.environ) -> WorkerEnv:
     """Read a worker's ranks from its environment; without RANK and WORLD_SIZE, the worker is a single process.
 
     Raises `WorldError` if the variables are incomplete or contradict each other.
     """
-    env = os.environ if env is None else env
     if RANK not in env and WORLD_SIZE not in env:
         return WorkerEnv(gpus_per_process=_gpus_per_process(env))
     missing = [name for name in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if not env.get(name)]
     if missing:
-        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        verb = "is" if len(missing) == 1 else "are"
         raise WorldError(
-            f"this process has an incomplete launcher environment: {names} not set",
+            f"this process has an incomplete launcher environment: {', '.join(missing)} {verb} not set",
             "start the script with `ddpkit launch`, or unset RANK and WORLD_SIZE to run it in a single process",
         )
-    values = {name: _number(env, name) for name in (RANK, WORLD_SIZE)}
+    rank = _number(env, RANK)
+    world_size = _number(env, WORLD_SIZE)
     worker = WorkerEnv(
-        rank=values[RANK],
-        world_size=values[WORLD_SIZE],
-        local_rank=_number(env, LOCAL_RANK, values[RANK]),
-        local_world_size=_number(env, LOCAL_WORLD_SIZE, values[WORLD_SIZE]),
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number(env, LOCAL_RANK, rank),
+        local_world_size=_number(env, LOCAL_WORLD_SIZE, world_size),
         node_rank=_number(env, GROUP_RANK, 0),
         gpus_per_process=_gpus_per_process(env),
     )
-    if not 0 <= worker.rank < worker.world_size:
+    if not 0 <= rank < world_size:
         raise WorldError(
-            f"{RANK}={worker.rank} is out of range for {WORLD_SIZE}={worker.world_size}",
+            f"{RANK}={rank} is out of range for {WORLD_SIZE}={world_size}",
             f"{RANK} must be from 0 to {WORLD_SIZE} - 1; start the script with `ddpkit launch`, which sets both",
         )
     return worker
@@ -322,30 +321,27 @@ def job_start_time() -> float | None:
     return None
 
 
-def job_end_time(env: Mapping[str, str] | None = None) -> float | None:
+def job_end_time() -> float | None:
     """Time at which the scheduler ends this job, in seconds since 1970, or None if unknown."""
-    text = (os.environ if env is None else env).get(END_TIME, "")
-    return float(text) if text.isdecimal() else None
+    return _number_if_any(os.environ, END_TIME)
 
 
 def launcher_grace(env: Mapping[str, str]) -> int | None:
     """Seconds that the cluster gives this launcher between SIGTERM and SIGKILL, or None if unknown."""
-    text = env.get(GRACE, "")
-    return int(text) if text.isdecimal() else None
+    return _number_if_any(env, GRACE)
 
 
 def shutdown_timeout() -> float | None:
     """Seconds that the launcher gives this worker between SIGTERM and SIGKILL, or None if unknown."""
-    folder = attempt_folder()
-    with suppress(OSError, ValueError):
-        return None if folder is None else float((folder / GRACE_FILE).read_text())
+    with suppress(ValueError):
+        return float(_attempt_file_content(GRACE_FILE))
     return None
 
 
 def error_file() -> Path | None:
     """The file in which this worker reports a failure to its launcher; None: there is no such file."""
-    path = os.environ.get(ERROR_FILE)
-    return Path(path) if path and path != os.devnull else None
+    path = os.environ.get(ERROR_FILE) or os.devnull
+    return None if path == os.devnull else Path(path)
 
 
 def attempt_folder() -> Path | None:
@@ -353,14 +349,24 @@ def attempt_folder() -> Path | None:
 
     None if there is no launcher, or if the error file of this worker is not in such a folder.
     """
-    path = error_file()
-    folder = path.parent.parent if path is not None else Path()  # run folder / attempt_0 / local rank / file
-    return folder if folder.name.startswith("attempt_") else None
+    path = error_file()  # run folder / attempt_0 / local rank / file
+    if path is None or not path.parent.parent.name.startswith("attempt_"):
+        return None
+    return path.parent.parent
 
 
-def job_id(env: Mapping[str, str] | None = None) -> str:
+def _attempt_file_content(name: str) -> bytes:
+    """The content of a file in the folder of this attempt; empty if there is no such file."""
+    folder = attempt_folder()
+    if folder is not None:
+        with suppress(OSError):
+            return (folder / name).read_bytes()
+    return b""
+
+
+def job_id(env: Mapping[str, str] = os.environ) -> str:
     """The id of the job; "" without a launcher."""
-    return (os.environ if env is None else env).get(RUN_ID, "")
+    return env.get(RUN_ID, "")
 
 
 def is_restarted() -> bool:
@@ -371,19 +377,18 @@ def is_restarted() -> bool:
     return any(_number(os.environ, name, 0) > 0 for name in (RESTART_COUNT, NODE_CHANGES))
 
 
-def attempt_id(env: Mapping[str, str] | None = None) -> str:
+def attempt_id(env: Mapping[str, str] = os.environ) -> str:
     """The name of this attempt in the record of the run; "" if the job has no unique id."""
     job = job_id(env)
-    restarts = _number(os.environ if env is None else env, RESTART_COUNT, 0)
-    return f"{job}.{restarts}" if job not in ("", "none") else ""  # torchrun's default is "none"
+    if job in ("", "none"):  # the second is torchrun's default
+        return ""
+    return f"{job}.{_number(env, RESTART_COUNT, 0)}"
 
 
 def default_record_folder() -> Path | None:
     """The path for the record of a Trainer without a checkpoint folder; None: the launcher keeps no logs."""
-    folder = attempt_folder()
-    with suppress(OSError):
-        return None if folder is None else Path(os.fsdecode((folder / RECORD_DEFAULT).read_bytes()))
-    return None
+    path = _attempt_file_content(RECORD_DEFAULT)
+    return Path(os.fsdecode(path)) if path else None
 
 
 def note_record_folders(paths: Sequence[Path]) -> None:
@@ -414,8 +419,7 @@ def process_environment() -> dict[str, str]:
 
 def rank_for_messages() -> int:
     """The rank of this process, for use in messages; 0 if the variable is not set or not a number."""
-    text = os.environ.get(RANK, "0")
-    return int(text) if text.isdecimal() else 0
+    return _number_if_any(os.environ, RANK) or 0
 
 
 def make_cublas_deterministic() -> None:
@@ -453,9 +457,16 @@ def _gpus_per_process(env: Mapping[str, str]) -> int | None:
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name, "" if default is None else str(default))
-    if not text.isdecimal():
-        raise WorldError(
-            f"{name}={text!r} is not a whole number", "start the script with `ddpkit launch`, which sets it"
-        )
-    return int(text)
+    number = _number_if_any(env, name)
+    if number is None and name not in env:
+        number = default
+    if number is None:
+        problem = f"{name}={env.get(name, '')!r} is not a whole number"
+        raise WorldError(problem, "start the script with `ddpkit launch`, which sets it")
+    return number
+
+
+def _number_if_any(env: Mapping[str, str], name: str) -> int | None:
+    """The whole number in a variable; None: it is not set, or has another value."""
+    text = env.get(name, "")
+    return int(text) if text.isdecimal() else None

@@ -147,7 +147,7 @@ def nearest(name: str, known: list[str]) -> str | None:
     from difflib import get_close_matches  # slow to import, and only needed for mistakes
 
     matches = get_close_matches(name, known, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    return next(iter(matches), None)
 
 
 def suggestion(name: str, known: list[str], what: str) -> str:
@@ -155,7 +155,9 @@ def suggestion(name: str, known: list[str], what: str) -> str:
     if not known:
         return f"there are no {what}"
     close = nearest(name, known)
-    return f"did you mean {close!r}?" if close else f"{what}: {some(known)}"
+    if close:
+        return f"did you mean {close!r}?"
+    return f"{what}: {some(known)}"
 
 
 _OPEN_FILES = (

@@ -177,7 +177,8 @@ def note_exiting() -> None:
 def read_heartbeat(error_file: str) -> Heartbeat:
     """Read the heartbeat file next to this error file; without such a file, return the default `Heartbeat`."""
     with suppress(OSError, ValueError, TypeError, IndexError):
-        content, fields = Path(error_file).with_name(HEARTBEAT_FILE).read_bytes(), 8 * len(HeartbeatField)
+        content = Path(error_file).with_name(HEARTBEAT_FILE).read_bytes()
+        fields = 8 * len(HeartbeatField)
         numbers = memoryview(content[:fields]).cast("q").tolist()
         step, phase, beats, steps, collectives, all_collectives, began, changed_at, *numbers = numbers
         step_time, data, others, mfu, counted_at, python_at, total, loss = numbers
@@ -244,7 +245,8 @@ class HeartbeatWriter:
 
     def step(self, step: int) -> None:
         """Record a completed optimizer step."""
-        memory, now = self._memory, monotonic_ns()
+        memory = self._memory
+        now = monotonic_ns()
         memory[_STEP] = step + 1
         memory[_STEPS] += 1
         if self._stepped_at:
@@ -281,7 +283,8 @@ class HeartbeatWriter:
         try:
             yield
         except Exception:
-            after = Phase.FAILED if outermost else before
+            if outermost:
+                after = Phase.FAILED
             raise
         finally:
             self.enter(after)

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 _FORMAT = "<green>{time:HH:mm:ss}</green> <level>{level: <7}</level> {message}"
 _USERS_FORMAT = inspect.signature(logger.add).parameters["format"].default  # LOGURU_FORMAT, or loguru's default
-_INDENT, _NARROW = len("12:34:56 INFO    "), 60
-"""Columns before a message. On terminals narrower than `_NARROW` columns, only the first line is indented this far."""
+_INDENT = len("12:34:56 INFO    ")
+"""Columns before a message."""
+_NARROW = 60
+"""On terminals with fewer columns, only the first line of a message is indented by `_INDENT`."""
 _NO_BREAK = "\u00a0"
 _DEFAULT_HANDLER = 0  # the id of loguru's own handler, which exists until the user configures loguru
 
@@ -31,15 +33,22 @@ def start(rank: int, world_size: int) -> None:
     handler with a short format, and the lines of other code keep loguru's default format, with the rank if there are
     several ranks.
     """
-    (logger.enable if rank == 0 else logger.disable)("ddp_kit")
+    if rank == 0:
+        logger.enable("ddp_kit")
+    else:
+        logger.disable("ddp_kit")
     for module in _ANY_RANK:
         logger.enable(module)
     try:
         logger.remove(_DEFAULT_HANDLER)
     except ValueError:
         return
-    name, colour = f"rank {rank} | " if world_size > 1 else "", sys.stderr.isatty()
-    label = len(f"[rank {rank}] ") if world_size > 1 else 0  # the launcher may write this label before each line
+    colour = sys.stderr.isatty()
+    name = ""
+    label = 0
+    if world_size > 1:
+        name = f"rank {rank} | "
+        label = len(f"[rank {rank}] ")  # which the launcher may write before each line
 
     def write(message: "Message") -> None:
         _write(_wrapped(message, label))

@@ -60,9 +60,11 @@ def masked(text: str, env: Mapping[str, str] = _NO_VARIABLES) -> str:
     parts: list[str] = []
     position = 0
     while pair := _NAME.search(text, position):
-        name, between = pair["name"], pair["between"]
+        name, between = pair.group("name", "between")
         joined = name.startswith("-") or between.strip(" \t,'\"")  # the word is the value of a flag, variable or key
-        word = _VALUE.match(text, pair.end()) if joined and _secret(name, "") else None
+        word = None
+        if joined and _secret(name, ""):
+            word = _VALUE.match(text, pair.end())
         if word and _secret(name, word[0]) and not (between.isspace() and _FLAG.fullmatch(word[0])):
             parts.append(text[position : word.start()] + MASK)
             position = word.end()
@@ -77,11 +79,11 @@ def masked_words(words: Sequence[str], env: Mapping[str, str] = _NO_VARIABLES) -
     result: list[str] = []
     before = ""
     for word in words:
-        name, equals, value = word.partition("=")
+        name, _, value = word.partition("=")
         if before.startswith("-") and "=" not in before and _secret(before, word) and not _FLAG.fullmatch(word):
             result.append(MASK)
-        elif equals and _ONE_NAME.fullmatch(name) and _secret(name, value):
-            result.append(f"{name}={MASK}" if value else word)
+        elif value and _ONE_NAME.fullmatch(name) and _secret(name, value):
+            result.append(f"{name}={MASK}")
         else:
             result.append(masked(word, env))
         before = word

@@ -53,8 +53,9 @@ def check_same_kind(value: Any, current: Any, name: str) -> None:
     elif isinstance(current, list | tuple):
         if not isinstance(value, list | tuple) or (isinstance(current, tuple) and len(value) != len(current)):
             raise _not_a(f"list of length {len(current)}", value, name)
-        for index, item in enumerate(value if current else ()):
-            check_same_kind(item, current[min(index, len(current) - 1)], f"{name}[{index}]")
+        like = [*current, *current[-1:] * len(value)]  # additional items are like the last one
+        for index, (item, current_item) in enumerate(zip(value, like, strict=False)):
+            check_same_kind(item, current_item, f"{name}[{index}]")
     elif isinstance(current, Mapping):
         if not isinstance(value, Mapping):
             raise _not_a("dict", value, name)
@@ -63,8 +64,10 @@ def check_same_kind(value: Any, current: Any, name: str) -> None:
 
 
 def _not_a(kind: str, value: Any, name: str) -> ValueError:
-    shown = repr(value)
-    return ValueError(f"{name} is not a {kind}: {shown[:_LONGEST_TEXT]}{'...' if len(shown) > _LONGEST_TEXT else ''}")
+    text = repr(value)
+    if len(text) > _LONGEST_TEXT:
+        text = f"{text[:_LONGEST_TEXT]}..."
+    return ValueError(f"{name} is not a {kind}: {text}")
 
 
 # --- Copies and comparison --------------------------------------------------------------------------------------------
@@ -79,7 +82,9 @@ def copied(value: Any) -> Any:
         for name, item in value.items():
             clone[name] = copied(item)
         return clone
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return value
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -107,7 +112,8 @@ def plain(value: Any) -> Any:
 
 def same_value(one: Any, other: Any) -> bool:
     """Whether two nested values are equal, regardless of how their numbers are stored. NaN equals NaN."""
-    one, other = plain(one), plain(other)
+    one = plain(one)
+    other = plain(other)
     return one is other or repr(one) == repr(other) or bool(one == other)
 
 

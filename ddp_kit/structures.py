@@ -1,16 +1,15 @@
-"""Nested containers of tensors, a model's mode, its repeated blocks, and their division into consecutive stages."""
+"""Nested containers of tensors, such as samples and batches: their leaves, copies and hashes."""
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import partial
+from hashlib import blake2b
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
-
-# --- Nested containers ------------------------------------------------------------------------------------------------
-
+import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -52,59 +51,82 @@ def _filled(function: Callable[[Any], Any], batch: Any) -> Any:
     """A copy of a container whose leaves are the results of `function`; for another object, this result."""
     if type(batch) is list or type(batch) is tuple:  # nearly all batches
         return type(batch)([each_leaf(function, value) for value in batch])
-    if isinstance(batch, MutableMapping) and type(batch) is not dict:
-        clone = copy(batch)
-        for name, value in batch.items():
-            clone[name] = each_leaf(function, value)
-        return clone
-    if isinstance(batch, Mapping):
+    if type(batch) is dict:
         return {name: each_leaf(function, value) for name, value in batch.items()}
+    inner = entries(batch)
+    if inner is None:
+        return function(batch)
+    values = [each_leaf(function, value) for _, value in inner]
     if isinstance(batch, tuple) and hasattr(batch, "_make"):  # a named tuple
-        return batch._make(each_leaf(function, value) for value in batch)
+        return batch._make(values)
     if isinstance(batch, list | tuple):
-        return type(batch)(each_leaf(function, value) for value in batch)
-    if is_dataclass(batch) and not isinstance(batch, type):
+        return type(batch)(values)
+    filled: Any = {}
+    put: Callable[[Any, Any], None] = filled.__setitem__
+    if not isinstance(batch, Mapping):
         filled = copy(batch)
-        for name in (field.name for field in fields(batch) if hasattr(batch, field.name)):
-            object.__setattr__(filled, name, each_leaf(function, getattr(batch, name)))  # works for frozen classes too
-        return filled
-    return function(batch)
+        put = partial(object.__setattr__, filled)  # works for frozen dataclasses too
+    elif isinstance(batch, MutableMapping):
+        filled = copy(batch)
+        put = filled.__setitem__
+    for (name, _), value in zip(inner, values, strict=True):
+        put(name, value)
+    return filled
 
 
-# --- Training and evaluation mode ------------------------------------------------------------------------------------
+def entries(value: Any) -> list[tuple[Any, Any]] | None:
+    """The (key, value) pairs in a mapping, list, tuple or dataclass; None for other objects, which are leaves."""
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return [*value.items()]
+    if isinstance(value, list | tuple):
+        return [*enumerate(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value) if hasattr(value, field.name)]
+    return None
 
 
-@contextmanager
-def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Context manager that sets a model to training or evaluation mode, and restores the mode of each module on exit.
-
-    Calls the model's own `train` and `eval`, as a loop by hand does: a model may override them, for example to merge
-    adapters into its weights, or to keep BatchNorm frozen. A module whose mode differs from the model's was set by
-    hand, and gets the same call again.
-    """
-    before = model.training
-    modes = {module: module.training for module in model.modules()}
-    set_mode(model, training=training)
-    try:
-        yield
-    finally:
-        set_mode(model, training=before)
-        for module, mode in modes.items():  # from the outside in: a call also sets the modules inside
-            if module.training != mode:
-                set_mode(module, training=mode)
-        for module, mode in modes.items():
-            module.training = mode
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested value: within mappings, lists, tuples and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    for _, inner in entries(value) or ():
+        yield from tensors_in(inner)
 
 
-def set_mode(module: nn.Module, *, training: bool) -> None:
-    """Call the module's own `train()` or `eval()`."""
-    if training:
-        module.train()
-    else:
-        module.eval()
+UNKNOWN_DIGEST = -1
+"""The digest of a value that contains nothing that `digest_of_value` can read."""
 
 
-def sparse_weights(model: nn.Module) -> set[Tensor]:
-    """The weights of `nn.Embedding(sparse=True)` and `nn.EmbeddingBag(sparse=True)`, whose gradients are sparse."""
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return {module.weight for module in model.modules() if isinstance(module, embeddings) and module.sparse}
+def digest_of_value(value: object) -> int:
+    """A hash of the tensors, arrays, numbers and strings in a nested value, such as a sample, and of their keys."""
+    digest = blake2b(digest_size=7)
+    is_known = False
+    for content in _contents(value):
+        digest.update(content)
+        is_known = True
+    return int.from_bytes(digest.digest()) if is_known else UNKNOWN_DIGEST
+
+
+def _contents(value: Any) -> Iterator[bytes]:
+    """Yield the bytes of each tensor, array, number and string in a nested value, with dtypes, shapes and keys."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_quantized:
+            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
+            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, str | bytes | int | float | complex):
+        yield repr(value).encode()
+    elif (inner := entries(value)) is not None:
+        for key, item in inner:
+            if isinstance(value, Mapping):
+                yield repr(key).encode()
+            yield from _contents(item)
+    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
+        import numpy as np
+
+        array = np.asarray(value)
+        if not array.dtype.hasobject:  # object arrays contain addresses
+            yield f"{array.dtype} {array.shape}".encode()
+            yield array.tobytes()

@@ -87,8 +87,9 @@ def compile_like(wrapper: Any, module: nn.Module) -> None:
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """The module inside a wrapper that `torch.compile` has returned; None if `module` is not such a wrapper."""
-    # Recognised by its class name, because the class is in torch._dynamo, which takes a second to import.
-    return dict(module.named_children()).get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+    if type(module).__name__ != "OptimizedModule":  # the class itself is in torch._dynamo: a second to import
+        return None
+    return dict(module.named_children()).get("_orig_mod")
 
 
 def _with_outer_frame(module: nn.Module) -> AbstractContextManager[object]:
@@ -202,27 +203,6 @@ def inner_schedulers(scheduler: LRScheduler) -> list[LRScheduler]:
 def milestones(scheduler: LRScheduler) -> list[int]:
     """The numbers of `step()` calls after which a SequentialLR switches to its next scheduler."""
     return list(scheduler._milestones)  # type: ignore[attr-defined]
-
-
-# --- GPU allocator ----------------------------------------------------------------------------------------------------
-# Written against the source of torch 2.13 only.
-
-
-def record_allocations(entries: int) -> None:
-    """Record the last `entries` allocations and frees of GPU memory, with Python stacks.
-
-    If `entries` is 0, stop recording, and discard what has been recorded.
-    """
-    record = torch.cuda.memory._record_memory_history
-    if entries:
-        record("all", context="alloc", stacks="python", max_entries=entries)
-    else:
-        record(None)
-
-
-def memory_snapshot() -> dict[str, Any]:
-    """The state of the allocator, and the recorded history. `torch.cuda.memory._snapshot` documents its structure."""
-    return torch.cuda.memory._snapshot()  # type: ignore[no-any-return]
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from ddp_kit.env import (
 )
 from ddp_kit.errors import DdpKitError, FaultyRankError
 from ddp_kit.heartbeat import note_exiting
+from ddp_kit.texts import plural
 
 _LIBRARY_FOLDERS = (Path(__file__).parent, Path(sysconfig.get_path("stdlib")))
 
@@ -83,9 +84,9 @@ class _MessageHook:
             return
         printed = _should_print(error)
         if printed:
-            rank = f" (rank {self.rank})" if self.rank > 0 else ""
+            title = f"error (rank {self.rank})" if self.rank > 0 else "error"
             text = "\n  ".join([str(error), *getattr(error, "__notes__", ())])
-            sys.stderr.write(f"ddpkit: error{rank}{user_code_location(trace)}: {text}\n")
+            sys.stderr.write(f"ddpkit: {title}{user_code_location(trace)}: {text}\n")
         message = f"{kind.__name__}: {error.message}".partition("\n")[0]
         marks = {
             NOTE_SECONDARY: error.reported_elsewhere,
@@ -116,7 +117,7 @@ def folded_traceback(error: BaseException, trace: TracebackType | None) -> str:
             if last is not None and frame is None and str(Path(__file__).parent) in last["file"]:
                 shown += [text for frame_lines in run for text in frame_lines]
             elif run:
-                shown.append(f"  [{len(run)} frame{'s' * (len(run) > 1)} of ddpkit and torch]")
+                shown.append(f"  [{plural(len(run), 'frame')} of ddpkit and torch]")
             run = []
             shown.append(line)
     return "\n".join(shown[:-1]) + "\n"

@@ -13,7 +13,7 @@ LAUNCHES = {
         "launcher/test_contract_flags.py::test_defaults_that_torchrun_takes_from_the_environment_are_all_tested",
         "launcher/test_contract_flags.py::test_log_folders_and_files_are_private_and_never_left_empty",
         "launcher/test_contract_flags.py::test_no_python_program_gets_its_rank_and_its_arguments",
-        "launcher/test_contract_flags.py::test_plugins_for_logs_rendezvous_and_event_logs_are_used",
+        "launcher/test_contract_flags.py::test_plugins_for_rendezvous_and_event_logs_are_used_by_torchrun_itself",
         "launcher/test_contract_flags.py::test_two_agents_form_one_job[c10d]",
         "launcher/test_contract_flags.py::test_failed_group_is_restarted_until_it_succeeds",
         "launcher/test_contract_flags.py::test_signal_to_the_launcher_reaches_every_worker[named]",

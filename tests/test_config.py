@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddp_kit import ConfigError, DataConfig, ParallelConfig, TrainerConfig
-from ddp_kit.config.settings import _RENAMED, AUTO, STRATEGIES, StrategyName, settings_equal_on_all_ranks
+from ddp_kit.config.settings import AUTO, STRATEGIES, StrategyName, settings_equal_on_all_ranks
 
 
 def problems_of(**values: object) -> tuple[str, ...]:
@@ -155,16 +155,6 @@ def test_config_from_random_values_is_accepted_or_lists_problems(values: dict[st
                     "argument of",
                 )
             )
-
-
-@pytest.mark.parametrize("old", _RENAMED)
-def test_renamed_setting_is_refused_with_its_present_name(old: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        TrainerConfig.from_command_line([f"{old}=3"])
-    assert caught.value.problems == (f"{old} = 3: there is no such setting; it is now called {_RENAMED[old]}",)
-    part, _, name = _RENAMED[old].partition(" ")[0].rpartition(".")
-    owner = TrainerConfig.model_fields[part].annotation if part else TrainerConfig
-    assert name in owner.model_fields  # type: ignore[union-attr]
 
 
 def test_command_line_overrides_file_and_file_overrides_script(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from ddp_kit import EMA, Callback, CheckpointError, ConfigError, Trainer, TrainerConfig, load_model
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.cli.export import run as export
+from ddp_kit.terminal import Terminal
 
 PATTERN = torch.Generator().manual_seed(1)
 DATA = TensorDataset(torch.randn(32, 4, generator=PATTERN), torch.randn(32, 4, generator=PATTERN))
@@ -81,7 +82,7 @@ def train(folder: Path, *callbacks: Callback, model: nn.Module | None = None, **
 
 
 def quiet(*words: object) -> None:
-    assert export([*map(str, words)], lambda _: None) == 0
+    assert export([*map(str, words)], Terminal({}, lambda _: None)) == 0
 
 
 def test_load_model_loads_the_newest_the_best_or_a_named_checkpoint(tmp_path: Path) -> None:

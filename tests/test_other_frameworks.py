@@ -11,7 +11,7 @@ from torch import nn
 
 import ddp_kit
 from ddp_kit import ConfigError, Trainer, TrainerConfig
-from ddp_kit.cli import main as cli
+from ddp_kit.cli.commands import COMMANDS
 from ddp_kit.config import other_frameworks
 from ddp_kit.config.other_frameworks import equivalent
 from ddp_kit.config.settings import _setting_names
@@ -183,7 +183,7 @@ def check(code: str) -> None:
     """Raise an error unless the code names something that exists, and settings that are accepted."""
     if code.startswith("ddpkit "):
         _, command, *words = code.split()
-        assert command in cli.COMMANDS
+        assert command in COMMANDS
         if command == "launch":
             parse(words, {})
         return

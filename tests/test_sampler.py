@@ -1,7 +1,9 @@
 """Step k holds the same samples at every number of ranks; every sample once per epoch."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,22 +15,37 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomS
 
 from ddp_kit.data.sampler import (
     BatchPlan,
-    DividedTrainBatches,
-    EvalBatches,
-    ExactDistributedSampler,
-    TrainBatches,
-    UserEvalBatches,
-    UserTrainBatches,
+    Epochs,
+    RankBatches,
     checksum,
+    passes_of,
     plan_batches,
 )
 from ddp_kit.errors import DataError
 
 
-def train_batches(samples: int, global_batch: int, world_size: int, rank: int, **options: bool) -> TrainBatches:
-    sampler = ExactDistributedSampler(range(samples), rank, world_size, shuffle=options.get("shuffle", True), seed=3)
-    plan = plan_batches(global_batch, None, 2, world_size)
-    return TrainBatches(sampler, plan, drop_last=options.get("drop_last", False))
+def train_batches(
+    samples: int, global_batch: int, world_size: int = 1, rank: int = 0, passes: int | None = 2, **options: Any
+) -> RankBatches:
+    epochs = Epochs(range(samples), 3, global_batch, **{"shuffle": "sampler" not in options} | options)
+    return RankBatches(epochs, rank, plan_batches(global_batch, None, passes, world_size).micro_batches)
+
+
+def own_batches(
+    batches: Iterable[Any], rank: int = 0, world_size: int = 1, accumulation: int = 1, **options: bool
+) -> RankBatches:
+    """Each batch goes to one rank as a whole."""
+    epochs = Epochs([], 0, accumulation * world_size, batch_sampler=batches, **options)
+    return RankBatches(epochs, rank, partial(passes_of, 1, world_size))
+
+
+def divided_batches(batches: Iterable[Any], rank: int, plan: BatchPlan) -> RankBatches:
+    """Each batch is one step, divided among the ranks."""
+    return RankBatches(Epochs([], 0, 1, batch_sampler=batches, divided=True), rank, plan.micro_batches)
+
+
+def eval_batches(rank: int, world_size: int, size: int, data: Sized = (), **own: Any) -> RankBatches:
+    return RankBatches(Epochs(data, 0, **own), rank, partial(passes_of, size, world_size))
 
 
 def steps_of(samples: int, global_batch: int, world_size: int, epoch: int, first_step: int = 0) -> list[list[int]]:
@@ -69,14 +86,12 @@ def test_sampler_from_a_later_step_yields_the_rest_of_the_epoch(first_step: int,
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("own", [None, [7, 3, 9, 1, 5, 0, 2, 4, 6, 8]], ids=["shuffled", "sampler"])
 def test_checksum_of_a_step_covers_all_ranks_in_order(world_size: int, own: list[int] | None) -> None:
-    sampler = ExactDistributedSampler(range(10), 0, world_size, shuffle=True, seed=0, user_sampler=own)
-    batches = TrainBatches(sampler, plan_batches(4, None, None, world_size), drop_last=False)
-    list(batches)
-    order = list(sampler.order())
+    batches = train_batches(10, 4, world_size, passes=None, sampler=own, shuffle=True)
+    order = list(batches.epochs.keys())
     assert [batches.checksum(step) for step in range(3)] == [checksum(order[at : at + 4]) for at in (0, 4, 8)]
-    of_batches = UserTrainBatches([order[at : at + 2] for at in range(0, 10, 2)], 0, 1, 2, drop_last=False, seed=0)
+    of_batches = own_batches([order[at : at + 2] for at in range(0, 10, 2)], accumulation=2)
     assert of_batches.checksum(1) == batches.checksum(1)
-    divided = DividedTrainBatches([order[:4], order[4:8]], 0, BatchPlan(1, 2, 1, world_size), seed=0)
+    divided = divided_batches([order[:4], order[4:8]], 0, BatchPlan(1, 2, 1, world_size))
     assert divided.checksum(1) == batches.checksum(1)
 
 
@@ -89,9 +104,7 @@ def test_checksum_of_keys_depends_on_their_order_and_kind() -> None:
 
 def test_sampler_order_changes_with_epoch_and_seed() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        sampler = ExactDistributedSampler(range(50), 0, 1, shuffle=True, seed=seed)
-        sampler.set_epoch(epoch)
-        return list(sampler.order())
+        return list(Epochs(range(50), seed, shuffle=True, epoch=epoch).keys())
 
     orders = [order(seed, epoch) for seed in range(4) for epoch in range(4)]
     assert len({tuple(one) for one in orders}) == 16
@@ -115,9 +128,9 @@ def test_sampler_without_a_whole_step_raises_error() -> None:
 def test_eval_batches_have_each_sample_once(samples: int, world_size: int, size: int) -> None:
     seen = []
     for rank in range(world_size):
-        batches = EvalBatches(ExactDistributedSampler(range(samples), rank, world_size, shuffle=False, seed=0), size)
+        batches = eval_batches(rank, world_size, size, range(samples))
         own = list(batches)
-        assert [len(batch) for batch in own] == batches.sizes()
+        assert tuple(len(batch) for batch in own) == batches.pass_sizes(0)
         seen += [sample for batch in own for sample in batch]
     assert seen == list(range(samples))
 
@@ -146,9 +159,7 @@ class DrawsFromEverything(Sampler[int]):
 
 
 def order_of(own: object, epoch: int, seed: int = 0) -> list[int]:
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=seed, user_sampler=own)  # type: ignore[arg-type]
-    sampler.set_epoch(epoch)
-    return list(sampler.order())
+    return list(Epochs([], seed, sampler=own, epoch=epoch).keys())  # type: ignore[arg-type]
 
 
 def test_user_sampler_has_the_same_order_on_every_rank_and_varies_by_epoch() -> None:
@@ -164,11 +175,12 @@ def test_user_sampler_has_the_same_order_on_every_rank_and_varies_by_epoch() -> 
 
 def test_user_sampler_gets_the_epoch_and_changes_no_random_state() -> None:
     own = DrawsFromEverything()
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=own)
     states = random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()
     numpy_state = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
-    sampler.set_epoch(5)
-    assert list(sampler.order()) == list(sampler.order())
+    epochs = Epochs([], 0, sampler=own, epoch=5)
+    first = list(epochs.keys())
+    epochs.set_epoch(5)
+    assert list(epochs.keys()) == first
     assert own.epochs == [5], "an epoch's order is drawn once"
     assert (random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()) == states
     assert np.random.get_state()[1].tolist() == numpy_state  # type: ignore[index, union-attr]
@@ -190,8 +202,7 @@ def test_user_sampler_step_has_the_same_samples_at_every_number_of_ranks(own: ob
     def steps(ranks: int) -> list[list[int]]:
         found: list[list[int]] = []
         for rank in range(ranks):
-            sampler = ExactDistributedSampler(range(10), rank, ranks, shuffle=False, seed=0, user_sampler=own())  # type: ignore[operator]
-            batches = TrainBatches(sampler, plan_batches(6, None, 2, ranks), drop_last=False)
+            batches = train_batches(10, 6, ranks, rank, sampler=own())  # type: ignore[operator]
             batches.set_position(1, 0)
             given_out = iter(batches)
             found = found or [[] for _ in range(batches.steps)]
@@ -214,11 +225,11 @@ class Miscounts(Sampler[int]):
 
 def test_user_sampler_with_a_wrong_or_missing_length_is_refused() -> None:
     with pytest.raises(DataError, match=r"sampler .generator. has no length"):
-        ExactDistributedSampler(range(3), 0, 1, shuffle=False, seed=0, user_sampler=(n for n in range(3)))
+        Epochs(range(3), 0, sampler=(n for n in range(3)))
     with pytest.raises(DataError, match="has length 3, but yields 2 items in epoch 5"):
         order_of(Miscounts(), 4)
     with pytest.raises(DataError, match="batch sampler .Miscounts. has length 3, but"):
-        UserEvalBatches(Miscounts(), 0, 1, seed=0)
+        eval_batches(0, 1, 1, batch_sampler=Miscounts())
 
 
 class CountsItself(Sampler[int]):
@@ -246,9 +257,8 @@ class IsTold(CountsItself):
 
 @pytest.mark.parametrize("kind", [CountsItself, IsTold])
 def test_user_sampler_with_varying_length_determines_the_steps_of_each_epoch(kind: type[CountsItself]) -> None:
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=kind())
-    batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
-    assert batches.steps_in(range(3)) == (2 + 2 + 3 if kind is IsTold else 2 * 3)
+    batches = train_batches(10, 2, passes=None, sampler=kind())
+    assert batches.epochs.steps_in(range(3)) == (2 + 2 + 3 if kind is IsTold else 2 * 3)
     for epoch in range(3):
         batches.set_position(epoch, 0)
         assert [sample for batch in batches for sample in batch] == [*range(3 + epoch)]
@@ -257,22 +267,17 @@ def test_user_sampler_with_varying_length_determines_the_steps_of_each_epoch(kin
 
 def test_steps_in_later_epochs_leaves_the_sampler_in_its_epoch() -> None:
     own = IsTold()
-    sampler = ExactDistributedSampler(range(10), 0, 1, shuffle=False, seed=0, user_sampler=own)
-    batches = TrainBatches(sampler, plan_batches(2, None, None, 1), drop_last=False)
+    batches = train_batches(10, 2, passes=None, sampler=own)
     batches.set_position(1, 0)
-    assert batches.steps_in(range(1, 50)) == sum(-(-length // 2) for length in range(4, 53))
+    assert batches.epochs.steps_in(range(1, 50)) == sum(-(-length // 2) for length in range(4, 53))
     assert own.epoch == 1
 
 
 BUCKETS = [[1], [2, 3], [4, 5, 6], [7], [8, 9], [10]]
 
 
-def own_batches(rank: int, world_size: int, accumulation: int = 1, **options: bool) -> UserTrainBatches:
-    return UserTrainBatches(BUCKETS, rank, world_size, accumulation, drop_last=options.get("drop_last", False), seed=0)
-
-
 def test_user_batches_are_assigned_to_ranks_in_turn() -> None:
-    ranks = [own_batches(rank, 2, 2) for rank in range(2)]
+    ranks = [own_batches(BUCKETS, rank, 2, 2) for rank in range(2)]
     assert [list(batches) for batches in ranks] == [[[1], [2, 3], [8, 9]], [[4, 5, 6], [7], [10]]]
     assert [batches.steps for batches in ranks] == [2, 2]
     assert [[batches.samples(step) for step in range(2)] for batches in ranks] == [[7, 3], [7, 3]]
@@ -280,16 +285,16 @@ def test_user_batches_are_assigned_to_ranks_in_turn() -> None:
 
 
 def test_user_batches_at_the_end_may_leave_a_rank_without_a_batch() -> None:
-    ranks = [own_batches(rank, 4) for rank in range(4)]
+    ranks = [own_batches(BUCKETS, rank, 4) for rank in range(4)]
     assert [batches.pass_sizes(1) for batches in ranks] == [(2,), (1,), (), ()]
     assert [list(batches) for batches in ranks] == [[[1], [8, 9]], [[2, 3], [10]], [[4, 5, 6]], [[7]]]
-    assert own_batches(0, 4, drop_last=True).steps == 1
+    assert own_batches(BUCKETS, 0, 4, drop_last=True).steps == 1
 
 
 def test_user_batches_continue_in_mid_epoch_and_vary_by_epoch() -> None:
     def drawn(epoch: int, first_step: int) -> list[list[int]]:
         own = BatchSampler(SubsetRandomSampler(range(20)), 3, drop_last=False)
-        batches = UserTrainBatches(own, 0, 1, 2, drop_last=False, seed=0)
+        batches = own_batches(own, accumulation=2)
         batches.set_position(epoch, first_step)
         return list(batches)
 
@@ -300,22 +305,22 @@ def test_user_batches_continue_in_mid_epoch_and_vary_by_epoch() -> None:
 
 def test_user_batches_that_are_empty_or_too_few_are_refused() -> None:
     with pytest.raises(DataError, match="yields 6 batches, but one step needs 8"):
-        own_batches(0, 4, 2, drop_last=True)
+        own_batches(BUCKETS, 0, 4, 2, drop_last=True)
     with pytest.raises(DataError, match="an empty batch at index 1"):
-        UserEvalBatches([[1], []], 0, 1, seed=0)
+        eval_batches(0, 1, 1, batch_sampler=[[1], []])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 def test_user_eval_batches_are_each_used_once(world_size: int) -> None:
-    ranks = [UserEvalBatches(BUCKETS, rank, world_size, seed=0) for rank in range(world_size)]
+    ranks = [eval_batches(rank, world_size, 1, batch_sampler=BUCKETS) for rank in range(world_size)]
     assert [batch for batches in ranks for batch in batches] == BUCKETS
-    assert [size for batches in ranks for size in batches.sizes()] == list(map(len, BUCKETS))
+    assert [size for batches in ranks for size in batches.pass_sizes(0)] == list(map(len, BUCKETS))
 
 
 def test_configured_batches_are_one_step_each_divided_among_ranks() -> None:
-    def ranks(world_size: int, micro_batch: int = 100) -> list[DividedTrainBatches]:
+    def ranks(world_size: int, micro_batch: int = 100) -> list[RankBatches]:
         plan = BatchPlan(1, micro_batch, 1, world_size)
-        return [DividedTrainBatches(BUCKETS, rank, plan, seed=0) for rank in range(world_size)]
+        return [divided_batches(BUCKETS, rank, plan) for rank in range(world_size)]
 
     assert [list(batches) for batches in ranks(1)] == [BUCKETS]
     assert [list(batches) for batches in ranks(2)] == [[[1], [2], [4, 5], [7], [8], [10]], [[3], [6], [9]]]
@@ -325,4 +330,76 @@ def test_configured_batches_are_one_step_each_divided_among_ranks() -> None:
     for batches in (*ranks(2), *ranks(3)):
         assert [batches.samples(step) for step in range(batches.steps)] == [*map(len, BUCKETS)]
         assert [batches.max_passes(step) for step in range(batches.steps)] == [1] * len(BUCKETS)
-    assert len({batches.fingerprint() for batches in (*ranks(1), *ranks(3))}) == 1
+    assert len({batches.epochs.fingerprint() for batches in (*ranks(1), *ranks(3))}) == 1
+
+
+def test_a_rank_without_a_batch_repeats_the_first_batch() -> None:
+    assert own_batches(BUCKETS[1:]).epochs.first_batch() == [2, 3]
+    assert divided_batches(BUCKETS[2:], 0, BatchPlan(1, 1, 1, 1)).epochs.first_batch() == [4, 5, 6]
+    assert train_batches(9, 4, sampler=[7, 8, 9]).epochs.first_batch() == [7]
+
+
+def test_keys_of_user_batches_reach_the_dataset_unchanged() -> None:
+    batches = [[np.int64(1), "a"], [(2, 3), 10**30]]
+    assert list(map(type, next(iter(own_batches(batches))))) == [np.int64, str]
+    assert [*own_batches(batches)] == batches
+    assert [*own_batches([[10**30, 1]])] == [[10**30, 1]]
+
+
+@st.composite
+def divided_epochs(draw: st.DrawFn) -> Callable[[int, int], RankBatches]:
+    """An epoch of any kind, divided: a function of (rank, ranks)."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=30))
+    positions = iter(draw(st.permutations(range(sum(sizes)))))
+    batches = [[next(positions) for _ in range(size)] for size in sizes]
+    samples = [position for batch in batches for position in batch]
+    per_step = draw(st.integers(1, 12))
+    passes = draw(st.integers(1, 4))
+    micro_batch = draw(st.integers(1, 7))
+    shuffle = draw(st.booleans())
+
+    def kind_of_epoch(kind: str, rank: int, ranks: int) -> RankBatches:
+        if kind == "batches":
+            return RankBatches(Epochs([], 0, 8, batch_sampler=batches), rank, partial(passes_of, 1, ranks))
+        if kind == "divided batches":
+            return divided_batches(batches, rank, BatchPlan(1, micro_batch, passes, ranks))
+        if kind == "evaluation":
+            return eval_batches(rank, ranks, micro_batch, samples)
+        if kind == "evaluation of batches":
+            return eval_batches(rank, ranks, 1, batch_sampler=batches)
+        own = samples if kind == "sampler" else None
+        return train_batches(len(samples), per_step, ranks, rank, passes, sampler=own, shuffle=shuffle)
+
+    kinds = ["dataset", "sampler", "batches", "divided batches", "evaluation", "evaluation of batches"]
+    return partial(kind_of_epoch, draw(st.sampled_from(kinds)))
+
+
+@given(divide=divided_epochs(), epoch=st.integers(0, 3), first_step=st.integers(0, 40))
+def test_steps_have_the_same_samples_at_1_2_and_8_ranks_and_after_a_resume(
+    divide: Callable[[int, int], RankBatches], epoch: int, first_step: int
+) -> None:
+    found = []
+    for ranks in (1, 2, 8):
+        everyone = [divide(rank, ranks) for rank in range(ranks)]
+        for batches in everyone:
+            batches.set_position(epoch, min(first_step, batches.steps - 1))
+        one = everyone[0]
+        resumed = [iter(batches) for batches in everyone]
+        steps = []
+        for step in range(one.first_step, one.steps):
+            sizes = [batches.pass_sizes(step) for batches in everyone]
+            assert one.max_passes(step) == max(map(len, sizes))
+            assert one.samples(step) == sum(map(sum, sizes))
+            keys = [
+                batches.keys(step, number)
+                for batches, own in zip(everyone, sizes, strict=True)
+                for number in range(len(own))
+            ]
+            assert keys == [next(batches) for batches, own in zip(resumed, sizes, strict=True) for _ in own]
+            assert [len(batch) for batch in keys if batch] == [size for own in sizes for size in own]
+            assert one.keys(step, len(sizes[0])) is None
+            steps.append([key for batch in keys for key in batch or ()])
+            assert one.checksum(step) == checksum(steps[-1])
+        assert [next(batches, None) for batches in resumed] == [None] * ranks
+        found.append((one.steps, one.epochs.fingerprint(), steps))
+    assert found[1:] == found[:1] * 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_kit.texts import distinct_sizes, plural
+from ddp_kit.texts import clock, count_text, distinct_sizes, duration_text, plural
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,34 @@ def test_plural_has_a_number_and_its_noun() -> None:
         "1 rank",
         "2 ranks",
         "0 processes",
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.035, "35 ms"),
+        (0.9999, "1 s"),
+        (2.4, "2.4 s"),
+        (59.7, "1 min 0 s"),
+        (250, "4 min 10 s"),
+        (3599.6, "1 h 0 min"),
+        (11520, "3 h 12 min"),
+        (190800, "2 d 5 h"),
+    ],
+)
+def test_duration_text_has_at_most_two_units(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_clock_has_hours_minutes_and_seconds() -> None:
+    assert (clock(3.9), clock(3723), clock(360000)) == ("0:00:03", "1:02:03", "100:00:00")
+
+
+def test_count_text_is_rounded_from_a_million_on() -> None:
+    assert (count_text(812544), count_text(1_540_000), count_text(7 * 10**9)) == (
+        "812,544",
+        "1.54 million",
+        "7 billion",
     )

@@ -40,7 +40,9 @@ STATE = "state.json"
 TENSORS = ".safetensors"
 INDEX = f"{TENSORS}.index.json"
 """The suffix of the index that maps tensors to files if a part has several files, as in Hugging Face's format."""
-WRITING, REPLACED, REMOVED = ".writing-", ".replaced-", ".removed-"
+WRITING = ".writing-"
+REPLACED = ".replaced-"
+REMOVED = ".removed-"
 """Name prefixes of folders that are being written, replaced or removed, or that a killed process left behind."""
 ASIDE = "set-aside-"
 """Name prefix of folders with checkpoints that were moved away because the run resumed from an earlier step."""
@@ -75,8 +77,8 @@ class Hasher:
     times as long, about as long as writing the file.
     """
 
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
+    def __init__(self, content: bytes = b"") -> None:
+        self._hash = xxhash.xxh3_128(content)
 
     def update(self, content: bytes | memoryview) -> None:
         """Add content to the hash."""
@@ -155,21 +157,16 @@ def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[StoredCheckpoint
     `hashes`: whether to verify the hash of every file, which reads all files; if False, only sizes are checked.
     Raises `CheckpointError` if the folder cannot be read.
     """
-    saved = (_examined(path, step) for step, path in _steps(folder))
-    return tuple(verified(checkpoint) if hashes else checkpoint for checkpoint in saved if checkpoint is not None)
+    return tuple(_each_checkpoint(folder, hashes=hashes))
 
 
 def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
     """The newest complete checkpoint in `folder`. The arguments and errors are the same as for `checkpoints`."""
     skipped: list[StoredCheckpoint] = []
-    for step, path in _steps(folder):
-        checkpoint = _examined(path, step)
-        if checkpoint is not None and hashes:
-            checkpoint = verified(checkpoint)
-        if checkpoint is not None and checkpoint.whole:
+    for checkpoint in _each_checkpoint(folder, hashes=hashes):
+        if checkpoint.whole:
             return Choice(checkpoint, tuple(skipped))
-        if checkpoint is not None:
-            skipped.append(checkpoint)
+        skipped.append(checkpoint)
     return Choice(None, tuple(skipped))
 
 
@@ -179,7 +176,7 @@ def best(folder: Path) -> StoredCheckpoint:
     File sizes are checked, but hashes are not. If a size is wrong, the checkpoint is returned with `problem` set.
     Raises `CheckpointError` if no checkpoint is marked as the best, or the folder cannot be read.
     """
-    for checkpoint in checkpoints(folder):
+    for checkpoint in _each_checkpoint(folder, hashes=False):
         if checkpoint.manifest is not None and checkpoint.manifest.best:
             return checkpoint
     raise CheckpointError(
@@ -211,7 +208,7 @@ def left_branches(folder: Path) -> tuple[Path, ...]:
 def part_of(file: str) -> str | None:
     """The part of the state whose tensors a file holds, such as `model`; None if the file holds no tensors."""
     named = _TENSOR_FILE.fullmatch(file)
-    return None if named is None else named[1]
+    return named and named[1]
 
 
 def examine(path: Path) -> StoredCheckpoint:
@@ -257,15 +254,13 @@ def read_state(checkpoint: StoredCheckpoint) -> Any:
 
     Raises `OSError` if the file cannot be read, and `ValueError` if it is damaged or not listed in the manifest.
     """
-    files = checkpoint.manifest.files if checkpoint.manifest else ()
-    record = next((file for file in files if file.name == STATE), None)
-    if record is None:
+    assert checkpoint.manifest is not None, "the checkpoint is complete"
+    records = {file.name: file for file in checkpoint.manifest.files}
+    if STATE not in records:
         raise ValueError(f"{STATE} is missing")
     with open_file(checkpoint.path / STATE) as file:
-        content = file.read(record.bytes + 1)
-    hasher = Hasher()
-    hasher.update(content)
-    if str(hasher) != record.hash:
+        content = file.read(records[STATE].bytes + 1)
+    if str(Hasher(content)) != records[STATE].hash:
         raise ValueError(wrong_hash(STATE))
     try:
         return json.loads(content)
@@ -276,6 +271,14 @@ def read_state(checkpoint: StoredCheckpoint) -> Any:
 def is_size(value: Any) -> bool:
     """Whether a value from a file can be a number of bytes or items."""
     return type(value) is int and 0 <= value < LARGEST
+
+
+def _each_checkpoint(folder: Path, *, hashes: bool) -> Iterator[StoredCheckpoint]:
+    """Yield all checkpoints in `folder`, newest first, and examine each one only when it is asked for."""
+    for step, path in _steps(folder):
+        checkpoint = _examined(path, step)
+        if checkpoint is not None:
+            yield verified(checkpoint) if hashes else checkpoint
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
@@ -308,10 +311,11 @@ def _entries(folder: Path) -> list[Path]:
 
 def _examined(path: Path, step: int | None) -> StoredCheckpoint | None:
     """The checkpoint at `path`; None if `path` does not exist. `step`: the step in the folder's name, if any."""
-    manifest, problem = None, None
+    manifest = None
+    problem: str | None
     try:
         with open_file(path / MANIFEST) as file:
-            text = file.read(_LONGEST_MANIFEST + 1)
+            manifest = _manifest(file.read(_LONGEST_MANIFEST + 1))
     except FileNotFoundError:
         if not path.exists():  # a concurrent save removed it
             return None
@@ -322,9 +326,9 @@ def _examined(path: Path, step: int | None) -> StoredCheckpoint | None:
         problem = "not a ddpkit checkpoint: it is a file"
     except OSError as error:
         problem = f"{MANIFEST} cannot be read: {error.strerror}"
+    except _ManifestError as error:
+        problem = str(error)
     else:
-        manifest, problem = _manifest(text)
-    if manifest is not None:
         problem = next(filter(None, (_wrong_size(path / file.name, file) for file in manifest.files)), None)
         if step is not None and manifest.step != step:
             problem = f"{MANIFEST} belongs to step {manifest.step}"
@@ -332,41 +336,54 @@ def _examined(path: Path, step: int | None) -> StoredCheckpoint | None:
     return StoredCheckpoint(path, -1 if step is None else step, manifest, problem)
 
 
-def _manifest(text: bytes) -> tuple[Manifest | None, str | None]:
-    """The parsed manifest, or a description of what is wrong with it."""
-    damaged = f"{MANIFEST} is damaged"
+class _ManifestError(Exception):
+    """A description of what is wrong with a manifest."""
+
+
+def _manifest(text: bytes) -> Manifest:
+    """The parsed manifest. Raises `_ManifestError`."""
     if len(text) > _LONGEST_MANIFEST:
-        return None, f"{MANIFEST} is too long: more than {_LONGEST_MANIFEST:,} bytes"
+        raise _ManifestError(f"{MANIFEST} is too long: more than {_LONGEST_MANIFEST:,} bytes")
     try:
         content = json.loads(text)
         number = content.get("format") if isinstance(content, dict) else None
         if type(number) is not int:
-            return None, f"not a ddpkit checkpoint: {MANIFEST} does not contain a format number"
+            raise _ManifestError(f"not a ddpkit checkpoint: {MANIFEST} does not contain a format number")
         if number != FORMAT:
-            return None, f"{_OTHER_FORMAT}{number}: this version of ddpkit reads format {FORMAT}"
+            raise _ManifestError(f"{_OTHER_FORMAT}{number}: this version of ddpkit reads format {FORMAT}")
         if content.pop(_HASH, None) != _hash_of(content):
-            return None, damaged
+            raise ValueError
         del content["format"]
         files = tuple(FileRecord(**file) for file in content.pop("files"))
         manifest = Manifest(**content, files=files)
+        if not _is_valid(manifest):
+            raise ValueError
     except (ValueError, RecursionError, TypeError, KeyError):
-        return None, damaged
-    return (manifest, None) if _is_valid(manifest) else (None, damaged)
+        raise _ManifestError(f"{MANIFEST} is damaged") from None
+    return manifest
 
 
 def _is_valid(manifest: Manifest) -> bool:
     """Whether each value has the right type and range, and no file name leads out of the checkpoint's folder."""
-    names = [file.name for file in manifest.files]
     return (
         is_size(manifest.step)
         and type(manifest.created) is str
         and type(manifest.best) is bool
         and isinstance(manifest.versions, dict)
         and all(type(value) is str for value in manifest.versions.values())
-        and all(type(name) is str and _PLAIN_NAME.fullmatch(name) and name != MANIFEST for name in names)
-        and len({*names}) == len(names)
-        and all(is_size(file.bytes) for file in manifest.files)
-        and all(type(file.hash) is str and _FILE_HASH.fullmatch(file.hash) for file in manifest.files)
+        and all(map(_is_valid_file, manifest.files))
+        and len({file.name for file in manifest.files}) == len(manifest.files)
+    )
+
+
+def _is_valid_file(file: FileRecord) -> bool:
+    return (
+        type(file.name) is str
+        and _PLAIN_NAME.fullmatch(file.name) is not None
+        and file.name != MANIFEST
+        and is_size(file.bytes)
+        and type(file.hash) is str
+        and _FILE_HASH.fullmatch(file.hash) is not None
     )
 
 
@@ -440,7 +457,8 @@ class Box(NamedTuple):
 
     def intersection(self, other: "Box") -> "Box | None":
         """The box of the values that are in both boxes; None if the boxes do not intersect."""
-        begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
+        begin = tuple(map(max, self.begin, other.begin))
+        end = tuple(map(min, self.end, other.end))
         return Box(begin, end) if all(map(int.__lt__, begin, end)) else None
 
 
@@ -452,7 +470,9 @@ def boxes_of(whole: Shape, shape: Shape, offsets: Shape, *, flat: bool) -> list[
     """
     if flat:
         return _range(offsets[0], offsets[0] + shape[0], whole)
-    return [Box(offsets, tuple(map(int.__add__, offsets, shape)))] if 0 not in shape else []
+    if 0 in shape:
+        return []
+    return [Box(offsets, tuple(map(int.__add__, offsets, shape)))]
 
 
 def _range(begin: int, end: int, shape: Shape) -> list[Box]:
@@ -462,7 +482,8 @@ def _range(begin: int, end: int, shape: Shape) -> list[Box]:
         return [Box((), ())]
     inner = shape[1:]
     row = math.prod(inner)
-    first, last = -(-begin // row), end // row  # whole rows
+    first = -(-begin // row)  # whole rows
+    last = end // row
     if first > last:
         return _in_row(last, begin - last * row, end - last * row, inner)
     whole = [Box((first, *(0 for _ in inner)), (last, *inner))] if first < last else []
@@ -482,7 +503,8 @@ def split_box(box: Box, max_values: int) -> Iterator[Box]:
         return
     split = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= max_values)
     step = max_values // math.prod(shape[split + 1 :])
-    begin, end = box.begin[split + 1 :], box.end[split + 1 :]
+    begin = box.begin[split + 1 :]
+    end = box.end[split + 1 :]
     for outer in product(*map(range, box.begin[:split], box.end[:split])):
         for at in range(box.begin[split], box.end[split], step):
             to = min(at + step, box.end[split])
@@ -546,7 +568,8 @@ def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord
         raise ValueError("not a safetensors file")
     pieces = _pieces(table.pop("__metadata__", None))
     places = {name: _data_offsets(entry) for name, entry in table.items()}
-    tensors, end = {}, 0
+    tensors = {}
+    end = 0
     for name in sorted(places, key=places.__getitem__):
         record = _tensor_record(table[name], pieces.get(name))
         if places[name] != (end, end + record.bytes):
@@ -573,16 +596,16 @@ def header(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Iterab
 
 
 def _data_offsets(entry: Any) -> tuple[int, int]:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_size, offsets)):
-        raise ValueError("the data_offsets of a tensor are not a list of two non-negative integers")
-    return offsets[0], offsets[1]
+    match entry:
+        case {"data_offsets": [begin, end]} if is_size(begin) and is_size(end):
+            return begin, end
+    raise ValueError("the data_offsets of a tensor are not a list of two non-negative integers")
 
 
 def _pieces(metadata: Any) -> dict[str, Any]:
-    text = metadata.get(PIECES) if isinstance(metadata, dict) else None
-    if text is None:
+    if not isinstance(metadata, dict) or metadata.get(PIECES) is None:
         return {}
+    text = metadata[PIECES]
     pieces = json.loads(text) if isinstance(text, str) else None
     if not isinstance(pieces, dict) or not all(isinstance(piece, dict) for piece in pieces.values()):
         raise ValueError(f"the metadata entry {PIECES} is not a JSON object that maps tensor names to objects")
@@ -590,13 +613,15 @@ def _pieces(metadata: Any) -> dict[str, Any]:
 
 
 def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> TensorRecord:
-    dtype, shape = entry.get("dtype"), checked_shape(entry.get("shape"))
+    dtype = entry.get("dtype")
+    shape = checked_shape(entry.get("shape"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError("a tensor has an unknown dtype")
     size = math.prod(shape) * ITEM_BYTES[dtype]
     if piece is None:
         return TensorRecord(dtype, shape, tuple(boxes_of(shape, shape, (0,) * len(shape), flat=False)), size)
-    whole, offsets = checked_shape(piece.get("shape")), checked_shape(piece.get("offsets"))
+    whole = checked_shape(piece.get("shape"))
+    offsets = checked_shape(piece.get("offsets"))
     flat = piece.get("flat", False)
     if type(flat) is not bool:
         raise ValueError("the entry `flat` of a piece is neither true nor false")

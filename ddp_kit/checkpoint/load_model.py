@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from ddp_kit.checkpoint.format import (
     open_file,
     read_state,
 )
-from ddp_kit.checkpoint.reader import cannot_load, load_entries
+from ddp_kit.checkpoint.reader import cannot_load, explained_read_errors, load_entries
 from ddp_kit.checkpoint.weight_files import FROZEN, has_average, stored_weights
 from ddp_kit.config.settings import absolute
 from ddp_kit.errors import CheckpointError, ConfigError
@@ -51,15 +52,13 @@ def fingerprint(value: Tensor | Piece) -> Tensor:
 
     Returns an int64 scalar on the device of `value`, without waiting for the device.
     """
-    piece = value if isinstance(value, Piece) else None
-    tensor = value.tensor if isinstance(value, Piece) else value
-    tensor = tensor.detach()
+    tensor = local_tensor(value).detach()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return total
-    offset, rows = _rows(tensor, piece)
+    offset, rows = _rows(tensor, value)
     numbers = tensor.contiguous().reshape(len(rows), -1)
     size = numbers.shape[1]
     step = max(1, _CHUNK // size)
@@ -74,9 +73,13 @@ def fingerprint(value: Tensor | Piece) -> Tensor:
 
 def entry_of(value: Tensor | Piece, number: int) -> dict[str, Any]:
     """The entry that a checkpoint stores in place of a weight's values. `number`: the weight's fingerprint."""
-    tensor = value.tensor if isinstance(value, Piece) else value
-    shape = value.shape
-    return {FROZEN: f"{number % (1 << 64):016x}", "dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*shape]}
+    dtype = str(local_tensor(value).dtype).removeprefix("torch.")
+    return {FROZEN: f"{number % (1 << 64):016x}", "dtype": dtype, "shape": [*value.shape]}
+
+
+def local_tensor(value: Tensor | Piece) -> Tensor:
+    """The values that this rank has of a tensor."""
+    return value.tensor if isinstance(value, Piece) else value
 
 
 def is_entry(value: Any) -> bool:
@@ -94,13 +97,13 @@ def frozen_weights_differ(names: Sequence[str]) -> CheckpointError:
     )
 
 
-def _rows(tensor: Tensor, piece: Piece | None) -> tuple[int, Tensor]:
-    """The positions of a piece's contiguous ranges in the whole tensor, as row-major indices.
+def _rows(tensor: Tensor, piece: Tensor | Piece) -> tuple[int, Tensor]:
+    """The positions of a piece's contiguous ranges in the whole tensor, as row-major indices. `tensor`: its values.
 
     Returns the index of the piece's first value, and the offset of each range's first value from this index.
     """
     one = torch.zeros(1, dtype=torch.int64)
-    if piece is None or not piece.offsets:
+    if not isinstance(piece, Piece) or not piece.offsets:
         return 0, one
     if piece.flat:
         return piece.offsets[0], one
@@ -225,14 +228,10 @@ def _newest(folder: Path, ema: bool) -> _Weights:
 def _from_checkpoint(checkpoint: StoredCheckpoint, ema: bool) -> _Weights:
     if not checkpoint.whole:
         raise cannot_load(checkpoint, str(checkpoint.problem))
-    try:
+    with explained_read_errors(checkpoint):
         state = read_state(checkpoint)
         averaged = has_average(state)
         stored = stored_weights(state, ema=ema and averaged)
-    except OSError as error:
-        raise cannot_load(checkpoint, f"a file cannot be read: {error.strerror or error}") from None
-    except (ValueError, TypeError) as error:
-        raise cannot_load(checkpoint, str(error)) from None
     if ema and not averaged:
         raise ConfigError(f"{checkpoint.path} has no averaged weights", "omit ema, or train with the EMA callback")
     if averaged and not ema:
@@ -247,8 +246,8 @@ def _from_checkpoint(checkpoint: StoredCheckpoint, ema: bool) -> _Weights:
 
 def _from_file(path: Path) -> _Weights:
     try:
-        files = [path] if path.name.endswith(TENSORS) else [path.parent / name for name in _shards(path)]
-        return _Weights(path, None, dict(pair for file in files for pair in _tensors(file)))
+        names = [path.name] if path.name.endswith(TENSORS) else _shards(path)
+        return _Weights(path, None, dict(chain.from_iterable(_tensors(path.parent / name) for name in names)))
     except OSError as error:
         index = path.with_name(path.name.removesuffix(TENSORS) + INDEX)
         hint = f"pass the index instead: {index}" if index.exists() else "check the path and its permissions"
@@ -263,10 +262,13 @@ def _shards(index: Path) -> list[str]:
     with open_file(index) as file:
         content = json.loads(file.read(_LONGEST_INDEX))
     table = content.get("weight_map") if isinstance(content, dict) else None
-    names = [*table.values()] if isinstance(table, dict) else []
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if (
+        not isinstance(table, dict)
+        or not table
+        or not all(isinstance(name, str) and Path(name).name == name for name in table.values())
+    ):
         raise ValueError("the weight_map of the index is missing, or its values do not name files in the same folder")
-    return sorted({*names})
+    return sorted({*table.values()})
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -289,23 +291,20 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
     state = model.state_dict()  # its _metadata has the versions of the modules, which load_state_dict reads
     # The model may be what torch.compile returned: the component _orig_mod is then in its names.
     names = {".".join(part for part in name.split(".") if part != "_orig_mod"): name for name in state}
-    with_vars, values = model.state_dict(keep_vars=True), weights.values  # keep_vars: tied weights are one object
+    with_vars = model.state_dict(keep_vars=True)  # tied weights are one object
+    values = weights.values
     current = {name: with_vars[names[name]] for name in names}
     decides = loaded_by_own_code(model)
-    mismatched = {
-        name: (tuple(value.shape), tuple(current[name].shape))
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-        and isinstance(current.get(name), Tensor)
-        and not is_lazy(current[name])
-        and not is_extra_state(name)
-        and value.shape != current[name].shape
-    }
-    reshaped = {
-        name for name in mismatched if own_code and not isinstance(current[name], nn.Parameter) and decides(names[name])
-    }
-    for name in reshaped:
-        del mismatched[name]
+    mismatched = {}
+    reshapes = False
+    for name, value in values.items():
+        own = current.get(name)
+        if not isinstance(value, Tensor) or not isinstance(own, Tensor) or is_lazy(own) or is_extra_state(name):
+            continue
+        if value.shape != own.shape and own_code and not isinstance(own, nn.Parameter) and decides(names[name]):
+            reshapes = True
+        elif value.shape != own.shape:
+            mismatched[name] = (tuple(value.shape), tuple(own.shape))
     loaded = [name for name in values if name in current and name not in mismatched]
     tied = {id(current[name]) for name in loaded}
     frozen = [name for name, entry in weights.omitted.items() if name in current and _is_same(current[name], entry)]
@@ -332,7 +331,7 @@ def _load_into(model: nn.Module, weights: _Weights, strict: bool, *, own_code: b
     try:
         model.load_state_dict(state, strict=False)
     except Exception as error:  # a module's own loading code may raise anything
-        if reshaped and not strict:
+        if reshapes and not strict:
             return _load_into(model, weights, strict, own_code=False)
         raise CheckpointError(
             f"{weights.path} cannot be loaded into {type(model).__name__}: {str(error)[:_LONGEST_TEXT]}",

@@ -7,7 +7,6 @@ excludes a second Trainer in the same process, and works over NFS, where Linux m
 file. A file system without locks gives no protection.
 """
 
-import errno
 import fcntl
 import json
 import os
@@ -15,13 +14,15 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ddp_kit.checkpoint.writer import try_lock
+from ddp_kit.distributed.world import World, gathered_bytes
 from ddp_kit.errors import CheckpointError
 
 NAME = ".lock"
@@ -29,7 +30,6 @@ _OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about
 _SAME_JOB_SECONDS = 30.0  # how long to wait for this job's previous attempt: NFS is slow to notice that a host is gone
 _POLL_SECONDS = 0.1
 _LONGEST = 4096  # the maximum size of a lock file, in bytes
-_HELD_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 _open: set[int] = set()  # the descriptors of this process's lock files
 
 
@@ -88,7 +88,8 @@ class FolderLock:
 
     def _wait(self) -> None:
         began = time.monotonic()
-        while not self._try_lock():
+        assert self._descriptor is not None
+        while try_lock(self._descriptor, fcntl.LOCK_EX) is False:  # None: the file system has no locks
             holder = self._read_holder()
             if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
                 raise CheckpointError(
@@ -96,20 +97,13 @@ class FolderLock:
                     "use a separate checkpoint.dir for each Trainer, or finish one before starting the next",
                 )
             same_job = bool(self._job) and holder.get("job") == self._job
-            if time.monotonic() - began > (_SAME_JOB_SECONDS if same_job else _OTHER_RUN_SECONDS):
+            seconds = _SAME_JOB_SECONDS if same_job else _OTHER_RUN_SECONDS
+            if time.monotonic() - began > seconds:
                 raise CheckpointError(
                     f"another run is writing checkpoints to {self._folder}: {self._holder()}",
                     "wait until that run ends, stop it, or use a separate checkpoint.dir for each run",
                 )
             time.sleep(_POLL_SECONDS)
-
-    def _try_lock(self) -> bool:
-        assert self._descriptor is not None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in _HELD_BY_ANOTHER  # other errors: the file system has no locks
-        return True
 
     def _write_holder(self, wrote: Any) -> None:
         """Record this process in the lock file. `wrote`: the run that wrote to the folder last."""
@@ -161,3 +155,69 @@ def _close_in_forked_children() -> None:
                 os.close(_open.pop())
 
     os.register_at_fork(after_in_child=close)
+
+
+# --- Use by all ranks -------------------------------------------------------------------------------------------------
+
+
+class FolderUse:
+    """Exclusive use of a checkpoint folder. One rank per folder locks it; if that fails, all ranks raise an error."""
+
+    def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
+        self._world = world
+        self._folder = folder
+        self._lock = lock  # None on ranks that do not lock the folder
+        self._depth = 0
+
+    @contextmanager
+    def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
+        """Context manager that keeps other runs from writing to the folder. Entering the outermost one is a collective.
+
+        `resuming`: whether the run resumes from the folder's checkpoints, even if another run wrote them.
+        Raises `CheckpointError` if the folder cannot be locked; see `FolderLock.acquire`.
+        """
+        if self._depth == 0 and self._folder is not None:
+            self._acquire(resuming)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.unlock()
+
+    def unlock(self) -> None:
+        """Unlock the folder for other runs; also before the context ends."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def note_save(self) -> None:
+        """Record that the newest checkpoint is now from this run."""
+        assert self._lock is not None, "only the first writer of a checkpoint calls this"
+        self._lock.note_save()
+
+    def _acquire(self, resuming: bool) -> None:
+        try:
+            with raised_on_all_ranks(self._world):
+                if self._lock is not None:
+                    self._lock.acquire(resuming=resuming)
+        except CheckpointError:
+            self.unlock()
+            raise
+
+
+@contextmanager
+def raised_on_all_ranks(world: World) -> Iterator[None]:
+    """Context manager that raises a `CheckpointError` of any rank on all ranks. Leaving it is a collective."""
+    own_error: list[Any] = []
+    try:
+        yield
+    except CheckpointError as error:
+        own_error = [error.message, error.hint, error.transient]
+    errors = [json.loads(text) for text in gathered_bytes(json.dumps(own_error).encode(), world)]
+    for source_rank, error_of_rank in enumerate(errors):
+        if error_of_rank:
+            message, hint, transient = error_of_rank
+            problem = CheckpointError(message, hint, transient=transient)
+            problem.reported_elsewhere = world.rank != source_rank
+            raise problem

@@ -1,12 +1,12 @@
-"""Checkpoints of a run: when to save, which checkpoint to resume from, and the exclusive use of the folder."""
+"""Checkpoints of a run: when to save, and which checkpoint to resume from."""
 
 import json
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_kit.checkpoint.format import checkpoints, name_of
-from ddp_kit.checkpoint.lock import FolderLock
+from ddp_kit.checkpoint.lock import FolderLock, FolderUse, raised_on_all_ranks
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.reader import load, other_format_error
 from ddp_kit.checkpoint.saver import Saver
@@ -37,72 +37,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.state_values import Piece
-
-# --- Exclusive use of the checkpoint folder ---------------------------------------------------------------------------
-
-
-class FolderUse:
-    """Exclusive use of a checkpoint folder. One rank per folder locks it; if that fails, all ranks raise an error."""
-
-    def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
-        self._world = world
-        self._folder = folder
-        self._lock = lock  # None on ranks that do not lock the folder
-        self._depth = 0
-
-    @contextmanager
-    def exclusive(self, *, resuming: bool = False) -> Iterator[None]:
-        """Context manager that keeps other runs from writing to the folder. Entering the outermost one is a collective.
-
-        `resuming`: whether the run resumes from the folder's checkpoints, even if another run wrote them.
-        Raises `CheckpointError` if the folder cannot be locked; see `FolderLock.acquire`.
-        """
-        if self._depth == 0 and self._folder is not None:
-            self._acquire(resuming)
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0 and self._lock is not None:
-                self._lock.release()
-
-    def unlock(self) -> None:
-        """Unlock the folder for other runs before the context ends."""
-        if self._lock is not None:
-            self._lock.release()
-
-    def note_save(self) -> None:
-        """Record that the newest checkpoint is now from this run."""
-        assert self._lock is not None, "only the first writer of a checkpoint calls this"
-        self._lock.note_save()
-
-    def _acquire(self, resuming: bool) -> None:
-        try:
-            with raised_on_all_ranks(self._world):
-                if self._lock is not None:
-                    self._lock.acquire(resuming=resuming)
-        except CheckpointError:
-            if self._lock is not None:
-                self._lock.release()
-            raise
-
-
-@contextmanager
-def raised_on_all_ranks(world: World) -> Iterator[None]:
-    """Context manager that raises a `CheckpointError` of any rank on all ranks. Leaving it is a collective."""
-    own_error: list[Any] = []
-    try:
-        yield
-    except CheckpointError as error:
-        own_error = [error.message, error.hint, error.transient]
-    errors = [json.loads(text) for text in gathered_bytes(json.dumps(own_error).encode(), world)]
-    source_rank = next((rank for rank, error in enumerate(errors) if error), None)
-    if source_rank is not None:
-        message, hint, transient = errors[source_rank]
-        problem = CheckpointError(message, hint, transient=transient)
-        problem.reported_elsewhere = world.rank != source_rank
-        raise problem
+from ddp_kit.torch_internals import pytree
 
 
 def copy_waiter(saver: Saver) -> Callable[..., None]:
@@ -195,14 +130,14 @@ class Checkpoints:
         self._lineage = LineagePart()
         self._random = random
         self._best = best
-        self._saved_parts = [*saved_parts, self._lineage]
+        self._parts = {part.name: part for part in (*saved_parts, self._lineage)}
         # The next save moves checkpoints of later steps away; None: it moves none.
         self._set_aside_after: int | None = None
         self.saved_at = time.monotonic()
         """When the last save started, by `time.monotonic`; before the first save, when this run started."""
         self.save_seconds: float | None = None
         """Seconds that the last completed save took until it was on disk, accurate to one step; None before that."""
-        self._saving, self._save_began = False, 0.0
+        self._save_began: float | None = None  # when the save in progress was started; None if there is none
         self._save_pending = False  # whether a save was started since all ranks last waited for one; equal on all ranks
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
@@ -230,20 +165,7 @@ class Checkpoints:
                 optimizer.register_step_pre_hook(copy_waiter(self._saver))
         self._folder_use = FolderUse(world, self._folder, lock)
 
-    # --- Saving -------------------------------------------------------------------------------------------------------
-
-    def after_step(self) -> None:
-        """Save if a save is due. Raises the error of an earlier background save that failed."""
-        if self.is_due:
-            self.save()
-        elif self._saver is not None:
-            if not self._memory_reserved:
-                self._memory_reserved = True  # only after the first step, which allocates the optimizer state
-                self._saver.reserve(self._size())
-            self._note_save_end(self._saver.check())
-        if not self._checked_storable and self._folder is not None:
-            self._checked_storable = True  # check now that the state can be stored, not at the first save hours later
-            pack(self._state(self._saved_parts, [[part.rank_state() for part in self._saved_parts]]))
+    # --- Saving: a method for each occasion ---------------------------------------------------------------------------
 
     @property
     def is_saved(self) -> bool:
@@ -259,37 +181,70 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """The last checkpoint in the run's folder that this run has saved or loaded; None if it is not on disk."""
-        path = None if self._folder is None else self._folder / name_of(max(0, self._saved_step))
-        return path if path is not None and path.is_dir() else None
+        if self._folder is None:
+            return None
+        path = self._folder / name_of(max(0, self._saved_step))
+        return path if path.is_dir() else None
 
     @property
     def best(self) -> tuple[str, float] | None:
         """The name in `checkpoint.best_metric` and the best value of that metric so far; None without a value."""
         return self._best.value
 
-    def save_once(self) -> None:
-        """Save, unless this step has been saved."""
+    def after_step(self) -> None:
+        """Save if a save is due after this step. Raises the error of an earlier background save that failed."""
+        if self.is_due:
+            self._save()
+        elif self._saver is not None:
+            if not self._memory_reserved:
+                self._memory_reserved = True  # only after the first step, which allocates the optimizer state
+                self._saver.reserve(self._size())
+            self._note_save_end(self._saver.check())
+        if not self._checked_storable and self._folder is not None:
+            self._checked_storable = True  # check now that the state can be stored, not at the first save hours later
+            pack(self._state(self._parts.values(), [self._rank_states()]))
+
+    def after_interval(self) -> None:
+        """Save because `every_seconds` have passed, unless this step has been saved."""
         if not self.is_saved:
-            self.save()
+            self._save()
 
-    def save_again(self) -> None:
-        """Save this step even if it already has a checkpoint, because an evaluation has run since that save."""
+    def after_evaluation(self, metrics: dict[str, float]) -> None:
+        """Save after the best evaluation so far; in a loop, at the end of the step. `metrics`: equal on all ranks."""
+        if self._best.improved(metrics) and self._folder is not None:
+            self.save_requested = True
+        if self._may_do_request:
+            self._save()
+
+    def after_repeated_evaluation(self) -> None:
+        """Save this step again: its checkpoint was written when a stop had interrupted the evaluation."""
         if self._folder is not None:
-            self.save()
+            self._save()
 
-    def save_final(self) -> None:
+    def on_request(self) -> None:
+        """Save because the user calls `trainer.save()`: now, or in a callback or evaluation, at the end of the step."""
+        if self._loop_state.is_in_callback and self._folder is not None:
+            self.save_requested = True
+        else:
+            self._save()
+
+    def at_end(self) -> None:
         """Save the final state, wait until it is on disk on all ranks, and release the writer process and its memory.
 
         Further steps and saves may follow. If the save failed on any rank, raises `CheckpointError` on all ranks.
         """
-        self.save_if_requested()
-        if self._folder is not None and not self.is_saved:
-            self.save(wait=True)
+        if self._folder is not None and (self._may_do_request or not self.is_saved):
+            self._save(wait=True)
         elif self._save_pending and self._saver is not None:
             with raised_on_all_ranks(self._world):
                 self._saver.wait()
             self._save_pending = False
         self.wait_for_saves()
+
+    def at_stop(self) -> None:
+        """Save the final state as `at_end` does, and unlock the folder. No step may follow, even inside a loop."""
+        self.at_end()
+        self._folder_use.unlock()
 
     def wait_for_copy(self) -> None:
         """Wait until the state of the last save is copied, because it is about to change outside of a step."""
@@ -303,29 +258,6 @@ class Checkpoints:
             self._saver.release()
             self._memory_reserved = False
 
-    def save_and_close(self) -> None:
-        """Save the final state and unlock the folder, even inside a loop of steps. No step may follow this call."""
-        self.save_final()
-        self._folder_use.unlock()
-
-    def after_evaluation(self, metrics: dict[str, float]) -> None:
-        """Request a save if this evaluation is the best so far. `metrics`: equal on all ranks."""
-        if self._best.improved(metrics):
-            self.save_requested = self.save_requested or self._folder is not None
-        self.save_if_requested()
-
-    def save_if_requested(self) -> None:
-        """Do a requested save, unless a loop, callback or evaluation is running."""
-        if self.save_requested and self._loop_state.may_save:
-            self.save()
-
-    def save_or_postpone(self) -> None:
-        """Save now, or, in a callback or an evaluation, at the end of the step."""
-        if self._loop_state.is_in_callback and self._folder is not None:
-            self.save_requested = True
-        else:
-            self.save()
-
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Context manager for a loop of steps: locks the folder. The loop must call `after_step` after each step."""
@@ -337,7 +269,12 @@ class Checkpoints:
                     logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
             yield
 
-    def save(self, *, wait: bool = False) -> None:
+    @property
+    def _may_do_request(self) -> bool:
+        """Whether a save is requested, and no loop, callback or evaluation is running."""
+        return self.save_requested and self._loop_state.may_save
+
+    def _save(self, *, wait: bool = False) -> None:
         """Write a checkpoint of this step. Raises `CheckpointError`; in a loop, a transient one is logged as a warning.
 
         In a loop, the checkpoint is written in the background, unless `wait` is set. Outside of one, this waits until
@@ -346,62 +283,63 @@ class Checkpoints:
         if self._folder is None or self._saver is None:
             raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
         wait = wait or self._loop_state.may_save
-        step, first_writer = self._progress.step, self._writers[0]
+        step = self._progress.step
+        first_writer = self._writers[0]
         is_first = self._world.rank == first_writer
         with self._folder_use.exclusive():
-            self.saved_at, self.save_requested = time.monotonic(), False
+            self.saved_at = time.monotonic()
+            self.save_requested = False
             self._check_state(step)
             self.restore_random()
             self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
-            self._save_began = time.monotonic()
+            began = time.monotonic()
             token = self._saver.begin(step) if is_first else ""
             # Also a barrier: after it, the first writer's folder for the unfinished checkpoint exists.
-            tokens, rank_states = self._gathered_states(token)
+            texts = gathered_bytes(json.dumps([token, self._rank_states()]).encode(), self._world)
+            tokens, rank_states = zip(*map(json.loads, texts), strict=True)
             self._save_pending = True
+            parts = [part for part in self._parts.values() if is_first or part.packed_by_all_ranks]
             with raised_on_all_ranks(self._world) if wait else nullcontext():
                 if is_first:
                     self._folder_use.note_save()
                     self._set_aside(self._folder)
                 self._saver.save(
                     step,
-                    self._state(
-                        [part for part in self._saved_parts if is_first or part.packed_by_all_ranks], rank_states
-                    ),
+                    self._state(parts, rank_states),
                     best=self._best.is_best,
                     token=tokens[first_writer],
                     replicated=self._is_replicated,
                     overlap=self._config.save == "overlapped",
                 )
-                self._saved_step, self._set_aside_after, self._saving = step, None, True
+                self._saved_step = step
+                self._set_aside_after = None
+                self._save_began = began
                 if wait:
                     self._saver.wait()
             self._save_pending = not wait
 
-    def _gathered_states(self, token: str) -> tuple[list[str], list[list[Any]]]:
-        """The `token` and the `rank_state`s of all parts, of each rank. A collective."""
-        texts = gathered_bytes(
-            json.dumps([token, [part.rank_state() for part in self._saved_parts]]).encode(), self._world
-        )
-        tokens, rank_states = zip(*map(json.loads, texts), strict=True)
-        return [*tokens], [*rank_states]
+    def _rank_states(self) -> list[Any]:
+        """The `rank_state` of every part on this rank."""
+        return [part.rank_state() for part in self._parts.values()]
 
     def _note_save_end(self, ended: bool) -> None:
         """Measure the duration of the last save, if it has just ended."""
-        if self._saving and ended:
-            self._saving, self.save_seconds = False, time.monotonic() - self._save_began
+        if self._save_began is not None and ended:
+            self.save_seconds = time.monotonic() - self._save_began
+            self._save_began = None
 
     def _size(self) -> int:
         """Bytes of weights and optimizer state, which make up most of a checkpoint."""
-        states = chain(*(state.values() for state in self._optimizer.state.values() if isinstance(state, dict)))
-        optimizer_state = [value for value in states if isinstance(value, Tensor) and value.layout is torch.strided]
         weights = zip(self._strategy.model.parameters(), self._strategy.local_parameters(), strict=True)
         everything = not self._config.trainable_only
         stored = [local for parameter, local in weights if parameter.requires_grad or everything]
-        return sum(tensor.nbytes for tensor in (*stored, *optimizer_state))
+        states = pytree.tree_leaves([*self._optimizer.state.values()])
+        stored += [leaf for leaf in states if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+        return sum(tensor.nbytes for tensor in stored)
 
     def _is_replicated(self, name: str, tensor: str) -> bool:
-        part = next((part for part in self._saved_parts if part.name == name), None)
-        return part is not None and part.packed_by_all_ranks and part.is_replicated(tensor)
+        part = self._parts[name]
+        return part.packed_by_all_ranks and part.is_replicated(tensor)
 
     def _set_aside(self, folder: Path) -> None:
         """After a resume from an earlier step, move later checkpoints away, so that no restart resumes from them."""
@@ -418,14 +356,15 @@ class Checkpoints:
                 place,
             )
 
-    def _state(self, parts: Sequence[SavedPart], rank_states: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    def _state(self, parts: Collection[SavedPart], rank_states: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """The state of `parts`, to be saved. `rank_states`: for each rank, the `rank_state` of every part."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         # Replicated parts first: a tensor that several parts hold is stored with the first one, and every rank that
         # saves has the model, but not the callbacks.
-        for number, part in sorted(enumerate(self._saved_parts), key=lambda pair: not pair[1].packed_by_all_ranks):
+        states_of_parts = zip(self._parts.values(), zip(*rank_states, strict=True), strict=True)
+        for part, states in sorted(states_of_parts, key=lambda pair: not pair[0].packed_by_all_ranks):
             if part in parts:
-                state[part.name] = part.state_dict([states[number] for states in rank_states])
+                state[part.name] = part.state_dict(states)
         return state
 
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
@@ -435,8 +374,8 @@ class Checkpoints:
         the ranks of its node.
         """
         world = self._world
-        names = gathered_bytes(uuid.uuid4().hex.encode() if world.rank == 0 else b"", world)
-        mark = folder / f"{_MARK}{names[0].decode()}"
+        names = gathered_bytes(uuid.uuid4().hex.encode(), world)
+        mark = folder / f"{_MARK}{names[0].decode()}"  # with the name that rank 0 has chosen
         if world.rank == 0:
             for old in folder.glob(f"{_MARK}*"):  # left by a run that was killed at this point
                 old.unlink(missing_ok=True)
@@ -460,18 +399,17 @@ class Checkpoints:
     def resume(self) -> None:
         """Resume from the checkpoint that `checkpoint.resume` selects, if any."""
         with self._folder_use.exclusive(resuming=True):
-            wanted, folder = self._config.resume, self._folder
-            if folder is not None and wanted == "auto" and self._load_newest(folder):
-                return
+            folder = self._folder
+            wanted = self._config.resume
             path = None if wanted in (None, "auto") else absolute(str(wanted))
-            lineage = _lineage(path, job_id())
             # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
-            if folder is not None and wanted != "auto" and is_restarted() and self._load_newest(folder, lineage):
+            lineage = None if wanted == "auto" else _lineage(path)
+            if folder is not None and (wanted == "auto" or is_restarted()) and self._load_newest(folder, lineage):
                 return
             if path is not None:
                 self.load(path)
             else:
-                self._begin_lineage(lineage, set_aside_after=-1)
+                self._begin_lineage(None, set_aside_after=-1)
 
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
@@ -479,30 +417,32 @@ class Checkpoints:
             self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
             folder = self._folder
             inside = folder is not None and path.resolve().parent == folder.resolve()
-            self._begin_lineage(_lineage(path, job_id()), set_aside_after=self._progress.step if inside else -1)
+            self._begin_lineage(path, set_aside_after=self._progress.step if inside else -1)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
-        return next((saved.piece_of(tensor) for saved in self._saved_parts if saved.name == part), None)
+        return self._parts[part].piece_of(tensor) if part in self._parts else None
 
     def _device_of(self, part: str, tensor: str) -> torch.device:
         """The device to load a tensor to; needed because a model may be on several devices."""
-        device = next((saved.device_of(tensor) for saved in self._saved_parts if saved.name == part), None)
-        return self._world.device if device is None else device
+        device = self._parts[part].device_of(tensor) if part in self._parts else None
+        return device or self._world.device
 
-    def _begin_lineage(self, lineage: Lineage, set_aside_after: int) -> None:
+    def _begin_lineage(self, path: Path | None, set_aside_after: int) -> None:
         """Start a lineage. The next save first moves away the checkpoints of steps after `set_aside_after`."""
-        self._lineage.lineage, self._set_aside_after, self.continues = lineage, set_aside_after, False
+        self._lineage.lineage = _lineage(path)
+        self._set_aside_after = set_aside_after
+        self.continues = False
 
     def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
         """Load all parts, after checking that each matches this run. A collective, because some parts communicate."""
-        if self._saver is not None:
-            self._saver.wait_for_copy()
+        self.wait_for_copy()
+        parts = [*self._parts.values()]
         with explained_load_errors(path):
-            saved = as_parts(path, state, self._saved_parts)
-            for part in self._saved_parts:
+            saved = as_parts(path, state, parts)
+            for part in parts:
                 if part.name in saved and (problem := part.check(saved[part.name])) is not None:
                     raise mismatch_error(path, problem)
-        for part in self._saved_parts:
+        for part in parts:
             if part.name in saved:
                 with nullcontext() if part.shows_own_errors else explained_load_errors(path):
                     part.load_state_dict(saved[part.name], path)
@@ -522,9 +462,8 @@ class Checkpoints:
         Raises `CheckpointError` if there are complete checkpoints, but none can be loaded: the cause is then probably
         not damage, and starting from step 0 would set them all aside.
         """
-        if folder.is_dir():
-            wait_for_writers(folder, _WRITER_SECONDS)
-        saved = checkpoints(folder) if folder.is_dir() else ()
+        wait_for_writers(folder, _WRITER_SECONDS)
+        saved = checkpoints(folder)
         for checkpoint in takewhile(lambda checkpoint: not checkpoint.whole, saved):
             if checkpoint.has_other_format:
                 raise other_format_error(checkpoint)
@@ -553,22 +492,24 @@ class Checkpoints:
         `steps`: the steps whose checkpoints this rank sees. Raises `CheckpointError` if there are checkpoints, but none
         that all ranks see.
         """
-        table = gathered(self._world, steps + [-1] * (_COMPARED - len(steps)))
-        common = set.intersection(*({step for step in row if step >= 0} for row in table))
-        if not common and any(step >= 0 for row in table for step in row):
-            seen = "; ".join(
-                f"rank {rank} sees {', '.join(str(step) for step in row if step >= 0) or 'none'}"
-                for rank, row in enumerate(table)
-            )
+        rows = gathered(self._world, steps + [-1] * (_COMPARED - len(steps)))
+        steps_of_ranks = [[step for step in row if step >= 0] for row in rows]
+        common = set.intersection(*map(set, steps_of_ranks))
+        if not common and any(steps_of_ranks):
+            seen = [
+                f"rank {rank} sees {', '.join(map(str, steps)) or 'none'}" for rank, steps in enumerate(steps_of_ranks)
+            ]
             raise CheckpointError(
-                f"no checkpoint in {folder} is complete on every node; steps of complete checkpoints: {seen}",
+                f"no checkpoint in {folder} is complete on every node; steps of complete checkpoints: "
+                f"{'; '.join(seen)}",
                 "set checkpoint.dir to a folder that all nodes share, or checkpoint.resume=None to start from step 0",
             )
         return sorted(common, reverse=True)
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         """Read the state of a checkpoint; log a warning and return None if it is damaged on any rank. A collective."""
-        state, problem = None, ""
+        state = None
+        problem = ""
         try:
             state = load(path, device=self._device_of, wanted=self._piece_of)
         except CheckpointError as error:
@@ -581,9 +522,10 @@ class Checkpoints:
                 ", ".join(map(str, bad)),
                 problems[bad[0]].decode(),
             )
-        return None if bad else state
+            return None
+        return state
 
 
-def _lineage(path: Path | None, job: str) -> Lineage:
-    """The lineage of a run that `job` started from the checkpoint `path`, or from step 0 if `path` is None."""
-    return {"from": None if path is None else str(path.resolve()), "job": job}
+def _lineage(path: Path | None) -> Lineage:
+    """The lineage of a run that this job starts from the checkpoint `path`, or from step 0 if `path` is None."""
+    return {"from": None if path is None else str(path.resolve()), "job": job_id()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_differ, is_entry
+from ddp_kit.checkpoint.load_model import entry_of, fingerprint, frozen_weights_differ, is_entry, local_tensor
 from ddp_kit.checkpoint.state import (
     LONGEST_TEXT,
     SavedPart,
@@ -57,22 +57,23 @@ class FrozenWeights:
         if self._entries is None:
             self.entries()
             return None
-        names = [*self._weights()]
-        now = self._local_bits()
-        return next((name for name, old, new in zip(names, self._bits, now, strict=True) if old != new), None)
+        for name, old, new in zip(self._weights(), self._bits, self._local_bits(), strict=True):
+            if old != new:
+                return name
+        return None
 
     def entries(self) -> dict[str, Any]:
         """Name -> dtype, shape and fingerprint of each frozen weight; the same for every parallel strategy."""
         if self._entries is None:
             weights = self._weights()
-            fingerprints = [fingerprint(value).to(self._world.device) for value in weights.values()]
-            numbers = torch.stack(fingerprints).tolist() if fingerprints else []
-            pieces = [isinstance(value, Piece) for value in weights.values()]
-            counts = [not isinstance(value, Piece) or value.owned for value in weights.values()]
+            numbers = self._read([fingerprint(value) for value in weights.values()])
+            is_first = self._world.rank == 0
+            # The number of a tensor is the sum over its pieces; a whole tensor counts on rank 0.
+            counts = [value.owned if isinstance(value, Piece) else is_first for value in weights.values()]
             rows = gathered(self._world, [number * count for number, count in zip(numbers, counts, strict=True)])
+            sums = map(sum, zip(*rows, strict=True))
             self._entries = {
-                name: entry_of(value, sum(column) if is_piece else column[0])
-                for (name, value), is_piece, *column in zip(weights.items(), pieces, *rows, strict=True)
+                name: entry_of(value, number) for (name, value), number in zip(weights.items(), sums, strict=True)
             }
             self._bits = self._local_bits()
         return self._entries
@@ -89,9 +90,11 @@ class FrozenWeights:
         return {name: value for name, value in self._strategy.model_state().items() if name in names}
 
     def _local_bits(self) -> list[int]:
-        tensors = [value.tensor if isinstance(value, Piece) else value for value in self._weights().values()]
-        sums = [bits([tensor]).to(self._world.device) for tensor in tensors]
-        return torch.stack(sums).tolist() if sums else []
+        return self._read([bits([local_tensor(value)]) for value in self._weights().values()])
+
+    def _read(self, scalars: Sequence[Tensor]) -> list[int]:
+        """The values of scalar tensors, which are on any device. Waits for the devices once."""
+        return torch.stack([scalar.to(self._world.device) for scalar in scalars]).tolist() if scalars else []
 
 
 # --- Model ------------------------------------------------------------------------------------------------------------
@@ -120,9 +123,10 @@ class ModelPart(SavedPart):
         state = self._strategy.model_state()
         if not self._trainable_only:
             return state
-        if changed := next(filter(None, ranks), None):
+        changed = [*filter(None, ranks)]
+        if changed:
             raise CheckpointError(
-                f"frozen weights have changed since the start of the run, such as {changed}, but with "
+                f"frozen weights have changed since the start of the run, such as {changed[0]}, but with "
                 "checkpoint.trainable_only they are not saved",
                 "set checkpoint.trainable_only=False, or do not change weights that do not require gradients",
             )
@@ -151,23 +155,35 @@ class ModelPart(SavedPart):
         return frozenset(name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
     def check(self, state: Any) -> str | None:
-        current, decides = self._model.state_dict(), loaded_by_own_code(self._model)
-        omitted = {name: value for name, value in state.items() if is_entry(value)}
-        # A module's own loading code may accept buffers with other names and shapes, but no other parameters,
-        # because the optimizer holds the parameters of this run.
-        compared = {name for name in (*current, *state) if name in self._parameters or not decides(name)}
-        missing = (name for name in current if name not in state and name in compared)
-        problems = [f"{name} is missing from the checkpoint" for name in missing]
-        problems += [f"{name} is not in the model" for name in state if name not in current and name in compared]
-        for name, value in current.items():
-            if name not in state or name not in compared or name in omitted or is_extra_state(name):
+        current = self._model.state_dict()
+        decides = loaded_by_own_code(self._model)
+        missing = []
+        unexpected = []
+        reshaped = []
+        for name in dict.fromkeys((*current, *state)):
+            # A module's own loading code may accept buffers with other names and shapes, but no other parameters,
+            # because the optimizer holds the parameters of this run.
+            if name not in self._parameters and decides(name):
                 continue
-            if isinstance(value, Tensor) and (shape := whole_shape(state[name])) != tuple(value.shape):
-                problems.append(f"{name} has shape {shape} in the checkpoint, but {tuple(value.shape)} in the model")
+            value = current.get(name)
+            saved = state.get(name)
+            if name not in state:
+                missing.append(f"{name} is missing from the checkpoint")
+            elif name not in current:
+                unexpected.append(f"{name} is not in the model")
+            elif isinstance(value, Tensor) and not is_entry(saved) and not is_extra_state(name):
+                shape = whole_shape(saved)
+                if shape != tuple(value.shape):
+                    reshaped.append(
+                        f"{name} has shape {shape} in the checkpoint, but {tuple(value.shape)} in the model"
+                    )
+        problems = missing + unexpected + reshaped
+        omitted = {name: value for name, value in state.items() if is_entry(value)}
         if omitted and not problems:
             self._frozen.compare(omitted)
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        return "; ".join(problems[:_SHOWN]) + more if problems else None
+        if len(problems) > _SHOWN:
+            problems[_SHOWN:] = [f"and {len(problems) - _SHOWN} more"]
+        return "; ".join(problems) or None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
         omitted = {name: value for name, value in state.items() if is_entry(value)}
@@ -219,24 +235,27 @@ def load_optimizer_state(
     """
     parameters = _parameters_of(optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    states = [*zip(parameters, (saved["state"].get(number) for number in numbers), strict=True)]
+    pairs = zip(parameters, map(saved["state"].get, numbers), strict=True)
+    states = [(parameter, state) for parameter, state in pairs if isinstance(state, dict)]
     if any(group.get("fused") for group in (*optimizer.param_groups, *saved["param_groups"])):
         for parameter, saved_state in states:  # fused kernels could read past the end of a tensor of another shape
-            for name, value in saved_state.items() if isinstance(saved_state, dict) else ():
+            for name, value in saved_state.items():
                 shape = torch.Size() if name == "step" else parameter.shape
                 if isinstance(value, Tensor) and value.shape != shape:
                     raise ValueError(f"{name} of a fused optimizer has shape {tuple(value.shape)}, not {tuple(shape)}")
     optimizer.load_state_dict(saved)
     for parameter, saved_state in states if keep_types else ():
         loaded: Any = optimizer.state.get(parameter)
-        for name, value in saved_state.items() if isinstance(loaded, dict) and isinstance(saved_state, dict) else ():
-            if _was_cast(value, loaded.get(name)):
-                loaded[name] = value if keep_devices else value.to(loaded[name].device)
+        if isinstance(loaded, dict):
+            for name, value in saved_state.items():
+                if _was_cast(value, loaded.get(name)):
+                    loaded[name] = value if keep_devices else value.to(loaded[name].device)
     # The strides of the parameters, which fused kernels assume; files do not store strides.
     for tensor, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(tensor, Tensor) and isinstance(state, dict) else ():
-            if isinstance(value, Tensor) and value.shape == tensor.shape and value.stride() != tensor.stride():
-                state[name] = torch.empty_like(tensor, dtype=value.dtype, device=value.device).copy_(value)
+        if isinstance(tensor, Tensor) and isinstance(state, dict):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == tensor.shape and value.stride() != tensor.stride():
+                    state[name] = torch.empty_like(tensor, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _was_cast(value: Any, loaded: Any) -> bool:
@@ -284,12 +303,11 @@ def _mapped(
     state: Mapping[int, Any], optimizer: Optimizer, change: Callable[[nn.Parameter, Any], Any]
 ) -> dict[int, Any]:
     parameters = _parameters_of(optimizer)
-    return {
-        number: {name: change(parameters[number], value) for name, value in values.items()}
-        if isinstance(number, int) and isinstance(values, dict)
-        else values
-        for number, values in state.items()
-    }
+    changed = dict(state)
+    for number, values in state.items():
+        if isinstance(values, dict):
+            changed[number] = {name: change(parameters[number], value) for name, value in values.items()}
+    return changed
 
 
 class OptimizerPart(SavedPart):
@@ -304,7 +322,6 @@ class OptimizerPart(SavedPart):
     name = "optimizer"
     packed_by_all_ranks = True
     version = 3
-    older_versions = (2,)
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer, kind: str) -> None:
         """`optimizer`: the user's optimizer. `kind`: the name of its class.
@@ -326,7 +343,7 @@ class OptimizerPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         form_of_ranks, texts_of_ranks = zip(*ranks, strict=True)
         self._check_equal(texts_of_ranks)
-        state = state_of(self._optimizer) if self._state is None else self._state
+        state = self._state or state_of(self._optimizer)
         self._state = None
         by_parameter, shared = by_parameter_and_shared(state["state"])
         if self._strategy.shards:
@@ -393,7 +410,8 @@ class OptimizerPart(SavedPart):
     def check(self, state: Any) -> str | None:
         if state["kind"] != self._own["kind"]:
             return f"the checkpoint's optimizer is {state['kind']}, but this run uses {self._own['kind']}"
-        saved, names = state["names"], self._own["names"]
+        saved = state["names"]
+        names = self._own["names"]
         if len(saved) != len(names):
             return f"the checkpoint's optimizer has {len(saved)} parameter groups, but this run has {len(names)}"
         for number, (saved_group, group) in enumerate(zip(saved, names, strict=True)):
@@ -420,9 +438,7 @@ class OptimizerPart(SavedPart):
         if self._strategy.shards:
             by_parameter = self._strategy.local_optimizer_state(by_parameter)
             by_parameter = of_pieces(by_parameter, self._stepped_optimizer, self._strategy)
-        # In version 2, the optimizer's own entries stood beside those of this part.
-        own = {name: value for name, value in state.items() if name not in {*_TORCH_ENTRIES, "entries", *self._own}}
-        saved = {**state.get("entries", own), "state": {**by_parameter, **shared}, "param_groups": groups}
+        saved = {**state["entries"], "state": {**by_parameter, **shared}, "param_groups": groups}
         try:
             load_optimizer_state(
                 self._optimizer,
@@ -439,31 +455,35 @@ class OptimizerPart(SavedPart):
 
     def _with_script_options(self, state: Any) -> tuple[list[dict[str, Any]], list[SettingChange]]:
         """The checkpoint's parameter groups with the options that the script has changed, and these changes."""
-        groups, changes = [], []
+        groups = []
+        changes = []
         for group, options, saved in zip(state["param_groups"], self._options, state["options"], strict=True):
             # A scheduler or a warm-up determines `lr` from `initial_lr`: the part "scheduler" sets it.
-            rate = "initial_lr" if "initial_lr" in options else "lr"
-            saved_rate = "initial_lr" if "initial_lr" in saved else "lr"
+            rate = _rate_option(options)
+            saved_rate = _rate_option(saved)
             before = {name: value for name, value in saved.items() if name not in ("lr", "initial_lr")}
             if saved_rate in saved:
                 before[rate] = saved[saved_rate]
-            changed = {
-                name: copied(value)
-                for name, value in options.items()
-                if name in before and not same_value(value, before[name])
-            }
-            changes += [
-                SettingChange("lr" if name == rate else name, before[name], value) for name, value in changed.items()
-            ]
+            changed = {}
+            for name, value in options.items():
+                if name in before and not same_value(value, before[name]):
+                    changed[name] = copied(value)
+                    changes.append(SettingChange({rate: "lr"}.get(name, name), before[name], changed[name]))
             # An option that the checkpoint does not have keeps the script's value.
             groups.append({**copied(options), **group, **changed})
             if changed and (missing := missing_state(self._optimizer, group, groups[-1])):
+                settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
                 raise StateMismatchError(
-                    f"the script sets {', '.join(f'{name}={value!r}' for name, value in changed.items())}, but the "
-                    f"checkpoint's optimizer state has no {missing}, which is needed for that"
+                    f"the script sets {settings}, but the checkpoint's optimizer state has no {missing}, which is "
+                    "needed for that"
                 )
         self._script_values.fill(groups)
         return groups, changes
+
+
+def _rate_option(options: Mapping[str, Any]) -> str:
+    """The name of the option with the learning rate that the script has set, before any schedule."""
+    return "initial_lr" if "initial_lr" in options else "lr"
 
 
 def _shared_entries(state: Mapping[str, Any]) -> dict[Any, Any]:
@@ -479,5 +499,6 @@ def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def _parameter_of(tensor: str, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
     """The parameter that a state tensor belongs to; None if unknown. `tensor`: its name, such as state.0.exp_avg."""
     head, number, *_ = [*tensor.split("."), "", ""]
-    known = head == "state" and number.isdecimal() and int(number) < len(parameters)
-    return parameters[int(number)] if known else None
+    if head != "state" or not number.isdecimal() or int(number) >= len(parameters):
+        return None
+    return parameters[int(number)]

@@ -82,7 +82,10 @@ def lay_out(tensors: Sequence[Stored], aliases: Mapping[str, Mapping[str, str]],
     parts: dict[str, list[int]] = {}
     for number, stored in enumerate(tensors):
         parts.setdefault(stored.part, []).append(number)
-    files, headers, places, begin = [], {}, [], 0
+    files = []
+    headers = {}
+    places = []
+    begin = 0
     for part, numbers in parts.items():
         # In descending order of element size, so that each tensor is aligned without padding.
         numbers.sort(key=lambda number: -tensors[number].dtype.itemsize)
@@ -99,11 +102,12 @@ def _header(tensors: Sequence[Stored], aliases: Mapping[str, str]) -> bytes:
     # transformers and safetensors.torch.load_model read the framework and the names of tied weights here.
     names = {stored.name for stored in tensors}
     metadata = {**{alias: name for alias, name in aliases.items() if name in names}, "format": "pt"}
-    pieces = {
-        stored.name: {"shape": piece.shape, "offsets": piece.offsets} | ({"flat": True} if piece.flat else {})
-        for stored in tensors
-        if (piece := stored.piece)
-    }
+    pieces: dict[str, dict[str, Any]] = {}
+    for stored in tensors:
+        if stored.piece is not None:
+            pieces[stored.name] = {"shape": stored.piece.shape, "offsets": stored.piece.offsets}
+            if stored.piece.flat:
+                pieces[stored.name]["flat"] = True
     if pieces:
         metadata[PIECES] = json.dumps(pieces)
     table = ((stored.name, DTYPES[stored.dtype], stored.shape, stored.tensor.nbytes) for stored in tensors)
@@ -209,7 +213,8 @@ class _Packer:
         }  # fmt: skip
 
     def pack_part(self, part: str, value: Any) -> Any:
-        self._part, self._names = part, {"__metadata__"}
+        self._part = part
+        self._names = {"__metadata__"}
         return self._pack(value, "", 1)
 
     def _pack(self, value: Any, name: str, depth: int) -> Any:
@@ -305,13 +310,14 @@ class _Packer:
         name = name or self._part
         # An empty tensor has no address; its negated id is unique, and cannot be an address.
         address = value.data_ptr() or -id(value)
-        seen = self._seen.get(address)
-        stored = None if seen is None else next((other for other in seen if _same(other.original, value)), None)
-        if stored is None:
+        for stored in self._seen.setdefault(address, []):
+            if _same(stored.original, value):
+                if stored.part == self._part and stored.name != name and name not in self._names:
+                    self.aliases.setdefault(self._part, {})[name] = stored.name
+                break
+        else:
             stored = self._stored(value, name)
-            self._seen[address] = [stored, *(seen or ())]
-        elif stored.part == self._part and stored.name != name and name not in self._names:
-            self.aliases.setdefault(self._part, {})[name] = stored.name
+            self._seen[address].append(stored)
         packed: dict[str, Any] = {"$tensor": [stored.part, stored.name]}
         if stored.tensor is not value and value.dtype not in DTYPES:
             packed |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
@@ -323,21 +329,22 @@ class _Packer:
         if value.tensor.dtype not in DTYPES:
             raise _UnstorableError(value)
         name = name or self._part
-        (stored,) = self._seen.get(id(value), [None])
-        if stored is None:
-            stored = self._stored(value.tensor, name, value)
-            self._seen[id(value)] = [stored]
-        elif name not in self._names:
+        if id(value) not in self._seen:
+            self._seen[id(value)] = [self._stored(value.tensor, name, value)]
+        (stored,) = self._seen[id(value)]
+        if name not in self._names:
             self.aliases.setdefault(self._part, {})[name] = stored.name
-        return {"$tensor": [stored.part, stored.name]} | (
-            {} if value.tensor.is_cpu else {"device": str(value.tensor.device)}
-        )
+        packed: dict[str, Any] = {"$tensor": [stored.part, stored.name]}
+        if not value.tensor.is_cpu:
+            packed["device"] = str(value.tensor.device)
+        return packed
 
     def _stored(self, value: Tensor, path: str, piece: Piece | None = None) -> Stored:
         plain = value
         if value.dtype not in DTYPES:
             plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        name, number = path, 1
+        name = path
+        number = 1
         while name in self._names:
             number += 1
             name = f"{path}#{number}"
@@ -375,9 +382,14 @@ def _encoded(value: bytes) -> str:
 
 
 def _unstorable(part: str, state: Any, error: _UnstorableError) -> CheckpointError:
-    value, path = error.value, [*reversed(error.steps)]
-    named = [step for step in path if step not in ("", "entries")]  # the parts' own names, which users have not written
-    place = part + "".join(f".{step}" if isinstance(step, str) else f"[{step!r}]" for step in named)
+    value = error.value
+    path = [*reversed(error.steps)]
+    place = part
+    for step in path:
+        if not isinstance(step, str):
+            place += f"[{step!r}]"
+        elif step not in ("", "entries"):  # the parts' own names, which users have not written
+            place += f".{step}"
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     if isinstance(value, Tensor):
         kind = f"{kind} ({value.layout}, {value.device})"
@@ -395,11 +407,13 @@ def _advice(part: str, state: Any, path: Sequence[Any], storable: str) -> str:
     `storable`: what can be stored instead.
     """
     class_name = part
+    owner = state
+    if part in ("callbacks", "scheduler") and path:
+        owner = state[path[0]]
     if part == "callbacks" and len(path) > 1:
-        class_name = state[path[0]][0]
-    elif part in ("optimizer", "scheduler"):
-        owner = state[path[0]] if part == "scheduler" and path else state
-        class_name = owner.get("kind", part) if isinstance(owner, Mapping) else part
+        class_name = owner[0]
+    elif part in ("optimizer", "scheduler") and isinstance(owner, Mapping):
+        class_name = owner.get("kind", part)
     convert = (
         f"override state_dict() in a subclass of {class_name} to return {storable} instead, and load_state_dict() to "
         "restore it"
@@ -443,32 +457,29 @@ class Division:
 
     def __init__(self, packed: Packed, replicated: Replicated, writer: int, writers: int) -> None:
         self._key = _key(packed)
-        shared = [
-            number
-            for number, stored in enumerate(packed.tensors)
-            if stored.piece is None and replicated(stored.part, stored.name)
-        ]
-        sizes = {number: packed.tensors[number].tensor.nbytes for number in shared}
-        pieces = [number for number, stored in enumerate(packed.tensors) if stored.piece is not None]
+        sizes: dict[int, int] = {}  # bytes of each replicated tensor
+        pieces: dict[int, Piece] = {}
+        for number, stored in enumerate(packed.tensors):
+            if stored.piece is not None:
+                pieces[number] = stored.piece
+            elif replicated(stored.part, stored.name):
+                sizes[number] = stored.tensor.nbytes
         self.writers = writers if pieces else active_writers(sum(sizes.values()), writers)
         """How many writers this state uses."""
         self.bytes = sum(stored.tensor.nbytes for stored in packed.tensors)
         """The total size of the tensors in this writer's state, including tensors that other writers save."""
-        keys: list[tuple[Any, ...]] = [packed.tensors[number][:4] for number in shared]
-        keys += [
-            (stored.part, stored.name, stored.dtype, stored.piece and stored.piece.shape)
-            for stored in (packed.tensors[number] for number in pieces)
-        ]
+        keys: list[tuple[Any, ...]] = [packed.tensors[number][:4] for number in sizes]
+        keys += [(*packed.tensors[number][:3], piece.shape) for number, piece in pieces.items()]
         self.tensors = hashlib.sha256(repr(keys).encode()).hexdigest()
         """A hash of the names, dtypes and shapes of the divided tensors, which must be equal on all writers."""
         owners: list[int | None] = [0] * len(packed.tensors)
         load = [0] * self.writers
-        for number in sorted(shared, key=lambda number: -sizes[number]):  # largest first, to the least loaded
-            least = owners[number] = load.index(min(load))
+        for number in sorted(sizes, key=lambda number: -sizes[number]):  # largest first, to the least loaded
+            least = load.index(min(load))
+            owners[number] = least
             load[least] += sizes[number]
-        for number in pieces:
-            piece = packed.tensors[number].piece
-            owners[number] = writer if piece is not None and piece.owned else None
+        for number, piece in pieces.items():
+            owners[number] = writer if piece.owned else None
         numbers = [number for number, owner in enumerate(owners) if owner == writer]
         suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
         self.layout = lay_out([packed.tensors[number] for number in numbers], packed.aliases, suffix)
@@ -487,10 +498,11 @@ def active_writers(size: int, writers: int) -> int:
     return max(1, min(writers, size // BYTES_PER_WRITER))
 
 
-def _key(packed: Packed) -> tuple[list[Any], list[Any]]:
+def _key(packed: Packed) -> tuple[list[Any], ...]:
     """Everything that a layout depends on. This includes the order of aliases, because file headers keep that order."""
-    tensors = [
-        (*stored[:4], (piece := stored.piece) and (piece.shape, piece.offsets, piece.flat, piece.owned))
-        for stored in packed.tensors
-    ]
-    return tensors, [(part, *names.items()) for part, names in packed.aliases.items()]
+    pieces = [stored.piece for stored in packed.tensors]
+    return (
+        [stored[:4] for stored in packed.tensors],
+        [piece and (piece.shape, piece.offsets, piece.flat, piece.owned) for piece in pieces],
+        [(part, *names.items()) for part, names in packed.aliases.items()],
+    )

@@ -6,7 +6,8 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ class _Reader:
         if tag in _FROM_TEXT:
             return _FROM_TEXT[tag](content)
         if tag in ("$tensor", "$array"):
+            read = self._tensor if tag == "$tensor" else self._array
             part, name = content
-            return self._tensor(text, part, name) if tag == "$tensor" else self._array(text, part, name)
+            return read(text, part, name)
         if tag == "$scalar":
             return _scalar(text, content)
         if tag == "$tuple":
@@ -116,7 +118,8 @@ class _Reader:
             raise ValueError("two arrays refer to the same bytes")
         self._arrays.add((part, name))
         content = self._whole(part, name, False).reshape(-1).view(torch.uint8).numpy()
-        shape, dtype = checked_shape(text["shape"]), _numpy_dtype(text["dtype"])
+        shape = checked_shape(text["shape"])
+        dtype = _numpy_dtype(text["dtype"])
         count = math.prod(shape)
         if count * dtype.itemsize != content.nbytes or (dtype.itemsize == 0 and count > _MOST_WITHOUT_BYTES):
             raise ValueError("the size of an array does not match its shape")
@@ -124,7 +127,8 @@ class _Reader:
 
 
 def _scalar(text: Any, content: Any) -> Any:
-    dtype, memory = _numpy_dtype(text["dtype"]), _decoded(content)
+    dtype = _numpy_dtype(text["dtype"])
+    memory = _decoded(content)
     if dtype.itemsize not in (0, len(memory)):  # itemsize is 0 for an empty string, which is stored with some bytes
         raise ValueError("the size of a number does not match its dtype")
     return _checked_bools(np.ndarray((), dtype, memory))[()]
@@ -169,7 +173,10 @@ DeviceOf = Callable[[str, str], torch.device]
 
 
 def load(
-    path: Path | str, *, device: torch.device | str | DeviceOf = "cpu", wanted: Wanted | None = None
+    path: Path | str,
+    *,
+    device: torch.device | str | DeviceOf = "cpu",
+    wanted: Wanted = lambda _part, _name: None,
 ) -> dict[str, Any]:
     """Read a checkpoint, and return the state that was passed to `Saver.save`.
 
@@ -184,20 +191,10 @@ def load(
     checkpoint = examine(Path(path))
     if checkpoint.manifest is None or not checkpoint.whole:
         raise cannot_load(checkpoint, str(checkpoint.problem))
-    try:
+    with explained_read_errors(checkpoint):
         files = TensorFiles(checkpoint)
-        values, places = {}, {}
-        for key, whole in files.tensors.items():
-            piece = None if wanted is None else wanted(*key)
-            if piece is not None and piece.shape != whole.shape:
-                piece = None
-            values[key], places[key] = _memory(whole, piece)
-        files.read(places)
+        values = _read_tensors(files, {key: wanted(*key) for key in files.tensors})
         text = read_state(checkpoint)
-    except OSError as error:
-        raise cannot_load(checkpoint, f"a file cannot be read: {error.strerror or error}") from None
-    except (ValueError, RuntimeError) as error:  # RuntimeError: a shape that torch cannot represent
-        raise cannot_load(checkpoint, str(error)) from None
     device_of = device if callable(device) else _always(torch.device(device))
     state: dict[str, Any] = unpack(text, _Fetch(values, device_of))
     return state
@@ -208,18 +205,33 @@ def load_entries(checkpoint: StoredCheckpoint, entries: Mapping[str, Any]) -> di
 
     Reads and verifies only the files with these tensors. Raises `CheckpointError` if one of the files is damaged.
     """
-    try:
-        files = TensorFiles(checkpoint)
-        values, places = {}, {}
-        for key in dict.fromkeys(keys_in(entries.values())):
-            values[key], places[key] = _memory(files.tensors[key], None)
-        files.read(places)
-    except OSError as error:
-        raise cannot_load(checkpoint, f"a file cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, RuntimeError) as error:
-        raise cannot_load(checkpoint, str(error)) from None
+    with explained_read_errors(checkpoint):
+        values = _read_tensors(TensorFiles(checkpoint), dict.fromkeys(keys_in(entries.values())))
     read: dict[str, Any] = unpack(dict(entries), _Fetch(values, _always(torch.device("cpu"))))
     return read
+
+
+@contextmanager
+def explained_read_errors(checkpoint: StoredCheckpoint) -> Iterator[None]:
+    """Context manager that re-raises errors in the files of a checkpoint as `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_load(checkpoint, f"a file cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:  # RuntimeError: torch cannot represent a shape
+        raise cannot_load(checkpoint, str(error)) from None
+
+
+def _read_tensors(files: TensorFiles, wanted: Mapping[Key, Piece | None]) -> dict[Key, Tensor | Piece]:
+    """Read tensors into new memory: whole, or only the piece, if it is one of a tensor with the stored shape."""
+    values = {}
+    destinations = {}
+    for key, piece in wanted.items():
+        whole = files.tensors[key]
+        matches = piece is not None and piece.shape == whole.shape
+        values[key], destinations[key] = _memory(whole, piece if matches else None)
+    files.read(destinations)
+    return values
 
 
 def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Destination]]:
@@ -256,9 +268,10 @@ class _Fetch:
             return value
         if (part, name) not in self._moved:  # only once, so that tied tensors remain tied
             device = self._device_of(part, name)
-            self._moved[part, name] = (
-                value.with_tensor(value.tensor.to(device)) if isinstance(value, Piece) else value.to(device)
-            )
+            if isinstance(value, Piece):
+                self._moved[part, name] = value.with_tensor(value.tensor.to(device))
+            else:
+                self._moved[part, name] = value.to(device)
         return self._moved[part, name]
 
 

@@ -41,6 +41,7 @@ from ddp_kit.checkpoint.writer import (
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
+from ddp_kit.texts import some
 from ddp_kit.torch_internals import version_of
 
 # --- Shared memory ----------------------------------------------------------------------------------------------------
@@ -138,15 +139,16 @@ class SharedBuffer:
         with self._pinning:
             if self._pinned and self._bytes is not None:
                 torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
-            self._pinned, self._layout, self.targets = False, None, []
-            self._bytes = self._memory = None
+            self._pinned = False
+            self._layout = self._bytes = self._memory = None
+            self.targets = []
 
     def _pin(self) -> None:
         """Pin the memory, so that copies from a GPU run at full speed; if the driver refuses, copies are slower."""
         if self._pinned is not False or self._bytes is None:
             return
         error = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
-        self._pinned = True if int(error) == 0 else None
+        self._pinned = int(error) == 0 or None
         if self._pinned is None:
             # CUDA keeps the error until it is queried, and torch would attribute it to its next kernel.
             with suppress(RuntimeError):
@@ -158,7 +160,8 @@ def _fault_in(memory: Tensor) -> None:
 
     Works in chunks, because other memory allocations in this process wait until a chunk is done. Releases the GIL.
     """
-    begin, size = memory.data_ptr(), memory.numel()
+    begin = memory.data_ptr()
+    size = memory.numel()
     for done in range(0, size, _POPULATED_AT_ONCE):
         if _LIBC.madvise(c_void_p(begin + done), c_size_t(min(_POPULATED_AT_ONCE, size - done)), _POPULATE_WRITE) != 0:
             return
@@ -359,7 +362,8 @@ class BlockingWriter:
 
     def finished(self, *, wait: bool) -> bool:  # noqa: ARG002
         """True. Raises the error of the last checkpoint, once."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         return True
@@ -372,7 +376,6 @@ class BlockingWriter:
 
 
 _VERSIONS = {"ddpkit": __version__, "torch": torch.__version__, "python": platform.python_version()}
-_SHOWN = 3
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -401,7 +404,8 @@ class Saver:
     ) -> None:
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
-        self._number, self._writers = writer, writers
+        self._number = writer
+        self._writers = writers
         try:
             make_folder(self._folder)
         except OSError as error:
@@ -461,18 +465,20 @@ class Saver:
         if self._number >= division.writers:
             return
         writer = self._open()
-        text = _dumps(packed.text).encode() if self._number == 0 else b""
+        text = b""
+        files = division.layout.files
+        if self._number == 0:
+            text = _dumps(packed.text).encode()
+            files = (*files, Region(STATE, division.layout.bytes, len(text)))
         tensors = [packed.tensors[number] for number in division.numbers]
         with _enough_memory(division.layout.bytes):
             self._buffer.prepare(division.layout, [stored.tensor for stored in tensors], text)
         now: list[tuple[Tensor, Stored]] = []
         later: list[tuple[Tensor, Stored]] = []
         for target, stored, is_replicated in zip(self._buffer.targets, tensors, division.replicated, strict=True):
-            (later if overlap and is_replicated else now).append((target, stored))
+            copies = later if overlap and is_replicated else now
+            copies.append((target, stored))
         begin_copy((target, stored.tensor) for target, stored in now)()
-        files = division.layout.files
-        if self._number == 0:
-            files = (*files, Region(STATE, division.layout.bytes, len(text)))
         task = WriteTask(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
             token, self._number, division.writers, division.bytes + len(text), division.tensors, overlap,
@@ -487,8 +493,9 @@ class Saver:
         """Wait until the whole state is copied. Raises `CheckpointError` if the state changed during the copy."""
         if self._copying is None:
             return
-        self._copying.done.result()
-        copying, self._copying = self._copying, None
+        copying = self._copying
+        copying.done.result()
+        self._copying = None
         copying.check()
         assert self._writer is not None, "`save` has created it"
         self._writer.start(copying.task)
@@ -520,7 +527,8 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the last save is finished; raise the error if it failed. Can be repeated after an interrupt."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         self._finished(wait=True)
@@ -585,10 +593,9 @@ class _Copying:
             f"{stored.part}: {stored.name}" for stored, version in self._copied if version_of(stored.tensor) != version
         ]
         if changed:
-            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             raise CheckpointError(
                 f"the checkpoint of step {self.task.step} was not saved: during the copy, something other than "
-                f"optimizer.step() wrote to {', '.join(changed[:_SHOWN])}{more}",
+                f"optimizer.step() wrote to {some(changed)}",
                 "set checkpoint.save='background': the state is then copied before training continues",
             )
 

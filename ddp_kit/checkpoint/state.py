@@ -31,7 +31,6 @@ from ddp_kit.distributed.world import (
     encoded,
     mixed_seed,
     random_states,
-    rank_count,
     seed_everything,
     set_random_states,
 )
@@ -40,6 +39,7 @@ from ddp_kit.log import logger
 from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Strategy
 from ddp_kit.state_values import Piece, plain, real_number, whole_number
+from ddp_kit.texts import plural, some
 from ddp_kit.torch_internals import pytree
 
 # --- Load errors ------------------------------------------------------------------------------------------------------
@@ -166,19 +166,16 @@ class SettingChange(NamedTuple):
 
 def log_setting_changes(changes: Sequence[SettingChange], more: str = "") -> None:
     """Log both values of each setting, if there are any, and that the script's is used. `more`: added to the line."""
-    texts = (f"{name} {_shown(current)} (checkpoint: {_shown(saved)})" for name, saved, current in changes)
+    texts = (f"{name} {_short_repr(current)} (checkpoint: {_short_repr(saved)})" for name, saved, current in changes)
     lines = list(dict.fromkeys(texts))
     if lines:
-        others = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        logger.info(
-            "the script's settings replace those of the checkpoint: {}{}{}", ", ".join(lines[:_SHOWN]), others, more
-        )
+        logger.info("the script's settings replace those of the checkpoint: {}{}", some(lines), more)
 
 
-_SHOWN, _LONGEST_VALUE = 8, 60
+_LONGEST_VALUE = 60
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(plain(value))
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
@@ -202,7 +199,8 @@ class ScriptValues:
         """A copy of a state to be saved without these values. Raises `CheckpointError` if the run has changed one."""
         for path, (value, identity) in self._values.items():
             holder = _holder(state, path)
-            if _identity(value if holder is None else holder.get(path[-1], value)) != identity:
+            current = value if holder is None else holder.get(path[-1], value)
+            if _identity(current) != identity:
                 raise CheckpointError(
                     f"{path[-1]} of {self._owner}, a {type(value).__qualname__}, has changed since the Trainer was "
                     "created, and a checkpoint cannot store it",
@@ -238,8 +236,9 @@ def _items(state: Any) -> list[tuple[Any, Any]]:
     """The entries of a dict, or of a list of dicts."""
     if isinstance(state, dict):
         return [*state.items()]
-    are_dicts = isinstance(state, list) and any(isinstance(value, dict) for value in state)
-    return [*enumerate(state)] if are_dicts else []
+    if isinstance(state, list) and any(isinstance(value, dict) for value in state):
+        return [*enumerate(state)]
+    return []
 
 
 def _holder(state: Any, path: _Path) -> dict[Any, Any] | None:
@@ -310,10 +309,13 @@ def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], 
         elif type(callback).load_state_dict is not Callback.load_state_dict:
             without.append(name)
     gone = [name for name, states in unused.items() for state in states if state]
-    if without or gone:
-        parts = [f"the checkpoint has no state for {', '.join(without)}, so none is loaded"] if without else []
-        parts += [f"the state for {', '.join(gone)} is ignored, because this run has no such callback"] if gone else []
-        logger.warning("the callbacks differ from those in the checkpoint: {}", "; ".join(parts))
+    differences = []
+    if without:
+        differences.append(f"the checkpoint has no state for {', '.join(without)}, so none is loaded")
+    if gone:
+        differences.append(f"the state for {', '.join(gone)} is ignored, because this run has no such callback")
+    if differences:
+        logger.warning("the callbacks differ from those in the checkpoint: {}", "; ".join(differences))
 
 
 def _of_rank(saved: Any, name: str, rank: int, ranks: int) -> Any:
@@ -332,7 +334,7 @@ def of_rank(states: Sequence[str], name: str, rank: int, ranks: int) -> Any:
             "{} has a separate state on each rank, but the checkpoint was saved with {} and this run has {}: all "
             "ranks load the state of rank 0",
             name,
-            rank_count(len(states)),
+            plural(len(states), "rank"),
             ranks,
         )
         rank = 0
@@ -430,7 +432,8 @@ class RandomPart(SavedPart):
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        self._loaded, self._known = [decoded(text) for text in state], False
+        self._loaded = [decoded(text) for text in state]
+        self._known = False
 
     def restore(self) -> bool:
         """Restore the loaded states, if any. Returns whether this run has resumed from a step."""
@@ -442,17 +445,17 @@ class RandomPart(SavedPart):
         return self._known
 
     def _set(self, saved: Sequence[RandomStates]) -> None:
-        rank, ranks = self._world.rank, self._world.world_size
+        ranks = self._world.world_size
         # Also seeds what the checkpoint has no state for: this rank, or its GPUs if it was saved on a CPU.
         seed_everything(mixed_seed(self._seed, self._progress.step), self._data_rank)
         if len(saved) == ranks:
-            set_random_states(saved[rank])
+            set_random_states(saved[self._world.rank])
             return
         logger.warning(
             "the checkpoint was saved with {}, but this run has {}. If the dataset has a length, the number of "
             "ranks does not change which samples each step uses. The results still differ, because random numbers (for "
             "example, for dropout) and the batches that BatchNorm sees depend on the number of ranks",
-            rank_count(len(saved)),
+            plural(len(saved), "rank"),
             ranks,
         )
 
@@ -581,7 +584,8 @@ def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -
 
     Raises `CheckpointError` for another version of a part, and `ValueError` if a required part is missing.
     """
-    versions, saved = state[VERSIONS], {}
+    versions = state[VERSIONS]
+    saved = {}
     for part in parts:
         if part.name not in state:
             if part.required:

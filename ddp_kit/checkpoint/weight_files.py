@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,9 @@ class Whole(NamedTuple):
 
         `shape`, `offsets`, `flat`: see `boxes_of`.
         """
-        values, destinations, at = memory.view(f"u{ITEM_BYTES[self.dtype]}"), [], 0
+        values = memory.view(f"u{ITEM_BYTES[self.dtype]}")
+        destinations = []
+        at = 0
         for box in boxes_of(self.shape, shape, offsets, flat=flat):
             count = math.prod(box.shape)
             destinations.append(Destination(box, values[at : at + count].reshape(box.shape)))
@@ -114,13 +117,13 @@ class TensorFiles:
 
         Raises `OSError`, and `ValueError` if a file is damaged; the values already copied are then invalid.
         """
+        files = [file for file in self._files if _must_read(file, wanted)]
         with ThreadPoolExecutor(_READERS) as pool:
-            for _ in pool.map(lambda file: self._read(file, wanted), filter(_needed(wanted), self._files)):
+            for _ in pool.map(lambda file: self._read(file, wanted), files):
                 pass
 
     def _read(self, file: _File, wanted: Mapping[Key, Sequence[Destination]]) -> None:
-        hasher = Hasher()
-        hasher.update(file.header)
+        hasher = Hasher(file.header)
         with open_file(self._checkpoint.path / file.record.name) as opened:
             opened.seek(len(file.header))
             for name, record in file.tensors.items():
@@ -129,28 +132,23 @@ class TensorFiles:
             raise ValueError(wrong_hash(file.record.name))
 
 
-def _needed(wanted: Mapping[Key, Sequence[Destination]]) -> Any:
-    """Return a function that returns whether a file must be read.
-
-    That is so if it holds wanted values, or no values at all: such files are read only to verify their hashes.
-    """
-
-    def needed(file: _File) -> bool:
-        stored = [(wanted.get((file.part, name), ()), record.boxes) for name, record in file.tensors.items()]
-        is_wanted = any(box.intersection(place.box) for places, boxes in stored for box in boxes for place in places)
-        return is_wanted or not any(boxes for _, boxes in stored)
-
-    return needed
+def _must_read(file: _File, wanted: Mapping[Key, Sequence[Destination]]) -> bool:
+    """Whether a file holds wanted values, or no values at all: such files are read only to verify their hashes."""
+    is_empty = True
+    for name, record in file.tensors.items():
+        for box in record.boxes:
+            is_empty = False
+            if any(box.intersection(place.box) for place in wanted.get((file.part, name), ())):
+                return True
+    return is_empty
 
 
 def _copy(record: TensorRecord, places: Sequence[Destination], file: BufferedReader, hasher: Hasher) -> None:
     size = ITEM_BYTES[record.dtype]
-    for block in (block for box in record.boxes for block in split_box(box, _CHUNK // size)):
+    for block in chain.from_iterable(split_box(box, _CHUNK // size) for box in record.boxes):
         parts = [*_parts(block, places)]
-        direct = next((memory for memory, at in parts if at is None), None)
-        content = (
-            np.empty(math.prod(block.shape) * size, np.uint8) if direct is None else direct.reshape(-1).view(np.uint8)
-        )
+        direct = [memory.reshape(-1).view(np.uint8) for memory, at in parts if at is None]
+        content = direct[0] if direct else np.empty(math.prod(block.shape) * size, np.uint8)
         if file.readinto(content.data) != content.nbytes:
             raise ValueError("a file is shorter than its header says")
         hasher.update(content.data)
@@ -223,11 +221,12 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
         raise ValueError("it has no model weights")
     if ema:
         average = _averages(state)[-1]  # evaluations use the average of the last callback
-        # Tied weights have one name in the average and several in the model.
-        new = {key: average[name] for name, entry in entries.items() if name in average for key in keys_in([entry])}
-        entries = {
-            name: next((new[key] for key in keys_in([entry]) if key in new), entry) for name, entry in entries.items()
-        }
+        averaged: dict[Key, Any] = {}  # tied weights have one name in the average and several in the model
+        for name, entry in entries.items():
+            if name in average:
+                averaged |= dict.fromkeys(keys_in([entry]), average[name])
+        for name, entry in entries.items():
+            entries[name] = next(filter(None, map(averaged.get, keys_in([entry]))), entry)
     return StoredWeights(entries, omitted)
 
 
@@ -258,9 +257,10 @@ def _averages(state: Any) -> list[dict[str, Any]]:
     callbacks = state.get("callbacks") if isinstance(state, dict) else None
     averages = []
     for entry in callbacks if isinstance(callbacks, list) else ():
-        if isinstance(entry, list) and len(entry) == 2 and entry[0] == _AVERAGING and isinstance(entry[1], dict):
-            averages.append(dict(_pairs(entry[1].get("average"))))
-    return [average for average in averages if average]
+        match entry:
+            case [name, {"average": average}] if name == _AVERAGING:
+                averages.append(dict(_pairs(average)))
+    return [*filter(None, averages)]
 
 
 def _pairs(model: Any) -> Iterator[tuple[str, Any]]:

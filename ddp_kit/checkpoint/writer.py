@@ -184,12 +184,18 @@ def write_file(path: Path, content: memoryview | bytes, system: System) -> FileR
     return FileRecord(path.name, len(content), str(hasher))
 
 
+def _write_files(task: WriteTask, memory: memoryview, folder: Path, system: System) -> list[FileRecord]:
+    """Write the files of a task into a folder. Raises `OSError`."""
+    return [write_file(folder / file.name, file.content_in(memory), system) for file in task.files]
+
+
 def _write_past_the_cache(file: int, content: memoryview, system: System) -> int:
     """Write with direct I/O, bypassing the page cache; returns how many bytes could be written that way.
 
     Through the page cache, 2 GB take five times as long until they are on disk, and slow training steps more.
     """
-    flags, done = fcntl.fcntl(file, fcntl.F_GETFL), 0
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    done = 0
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
         while done < len(content):
@@ -253,9 +259,7 @@ def write_share(task: WriteTask, memory: memoryview, unfinished: Path, system: S
                 fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
             record: dict[str, object] = {"tensors": task.tensors}
             try:
-                record["files"] = [
-                    asdict(write_file(unfinished / file.name, file.content_in(memory), system)) for file in task.files
-                ]
+                record["files"] = [*map(asdict, _write_files(task, memory, unfinished, system))]
             except OSError as error:
                 for file in task.files:  # make room for the record on a full disk
                     (unfinished / file.name).unlink(missing_ok=True)
@@ -279,11 +283,12 @@ def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callab
     """
     records: list[FileRecord] = []
     waiting = {writer: f".writer-{writer}" for writer in range(1, task.writers)}
-    size, since = -1, time.monotonic()
+    size = -1
+    since = time.monotonic()
     while waiting:
         # From listings: on NFS, a lookup by name may miss a new file for up to a minute.
         names = {path.name for path in unfinished.iterdir()}
-        locked = {writer: name in names and _is_locked(unfinished / name) for writer, name in waiting.items()}
+        ended = {writer for writer, name in waiting.items() if name not in names or _is_unlocked(unfinished / name)}
         names = {path.name for path in unfinished.iterdir()}  # again: a writer leaves its record before it unlocks
         for writer, name in [*waiting.items()]:
             start_seconds = _STALL_SECONDS if task.overlapped else _START_SECONDS
@@ -292,18 +297,20 @@ def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callab
             if f"{name}.json" in names:
                 records += _records_of(unfinished / f"{name}.json", task, writer)
                 del waiting[writer]
-            elif locked[writer] is False and time.monotonic() - since > start_seconds:
+            elif writer in ended and time.monotonic() - since > start_seconds:
                 raise _missing(task, writer, "has ended or never started")
         if waiting:
-            if (new_size := _size(unfinished)) != size:
-                size, since = new_size, time.monotonic()
+            new_size = _size(unfinished)
+            if new_size != size:
+                size = new_size
+                since = time.monotonic()
             elif time.monotonic() - since > _STALL_SECONDS:
                 raise _missing(task, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
             time.sleep(_SHARE_POLL_SECONDS)
     for path in unfinished.glob(".writer-*"):
         path.unlink()
     # For each part that has several files, an index that maps tensors to files, in Hugging Face's format.
-    for part in sorted({part for file in records if (part := part_of(file.name)) is not None}):
+    for part in sorted(filter(None, {part_of(file.name) for file in records})):
         tables = {path.name: tensor_table(path) for path in sorted(unfinished.iterdir()) if part_of(path.name) == part}
         total = sum(tensor.bytes for table in tables.values() for tensor in table.values())
         files = {name: file for file, table in tables.items() for name, tensor in table.items() if not tensor.is_piece}
@@ -320,19 +327,10 @@ def _size(unfinished: Path) -> int:
     return total
 
 
-def _is_locked(path: Path) -> bool | None:
-    """Whether a process holds a lock on the file; None if the file system has no locks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    else:
-        return False
-    finally:
-        os.close(descriptor)
+def _is_unlocked(path: Path) -> bool:
+    """Whether no process holds a lock on the file; False if the file system has no locks."""
+    with FileIO(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), "r+") as file:
+        return try_lock(file, fcntl.LOCK_EX) is True
 
 
 def _records_of(path: Path, task: WriteTask, writer: int) -> list[FileRecord]:
@@ -402,7 +400,7 @@ def write(
                 _clear_leftovers(folder, unfinished, alone, system)
                 if task.size > system.free(folder):
                     raise _full(task, folder, system)
-                records = [write_file(unfinished / file.name, file.content_in(memory), system) for file in task.files]
+                records = _write_files(task, memory, unfinished, system)
                 records += collect(task, unfinished, system, abandoned)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
                 manifest = Manifest(task.step, created, task.best, task.versions, tuple(records))
@@ -495,14 +493,12 @@ def _prune(task: WriteTask, folder: Path, system: System) -> None:
     """Remove older checkpoints that exceed `keep_last`. Those of later steps belong to another run, and are kept."""
     saved = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step <= task.step]
     whole = [checkpoint for checkpoint in saved if checkpoint.whole]
-    best = [checkpoint.step for checkpoint in whole if checkpoint.manifest is not None and checkpoint.manifest.best]
-    last = [checkpoint.step for checkpoint in whole[: task.keep_last]]
-    damaged = [
-        checkpoint.step for checkpoint in saved if not checkpoint.whole and checkpoint.step >= min(last, default=0)
-    ]
-    kept_steps = {*last, *best[:1], *damaged}
+    best = [checkpoint for checkpoint in whole if checkpoint.manifest is not None and checkpoint.manifest.best]
+    kept = [*whole[: task.keep_last], *best[:1]]
+    oldest = min((checkpoint.step for checkpoint in whole[: task.keep_last]), default=0)
     for checkpoint in saved:
-        if checkpoint.step not in kept_steps and _is_ours(checkpoint):
+        is_recent_and_damaged = not checkpoint.whole and checkpoint.step >= oldest
+        if checkpoint not in kept and not is_recent_and_damaged and _is_ours(checkpoint):
             removed = _removed(checkpoint.path)
             with suppress(FileNotFoundError):  # another writer removed it
                 system.rename(checkpoint.path, removed)
@@ -532,7 +528,7 @@ def _alone(folder: Path) -> Iterator[bool | None]:
     with ExitStack() as stack:
         with suppress(OSError):  # for example, the file belongs to another user
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            alone = _try_lock(stack.enter_context(FileIO(descriptor, "r+")), fcntl.LOCK_EX)
+            alone = try_lock(stack.enter_context(FileIO(descriptor, "r+")), fcntl.LOCK_EX)
         yield alone
 
 
@@ -541,11 +537,11 @@ def wait_for_writers(folder: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     with suppress(OSError), open_file(folder / LOCK) as file:  # without the file, nobody has written there
         # Without locks, other processes cannot be detected.
-        while _try_lock(file, fcntl.LOCK_SH) is False and time.monotonic() <= deadline:
+        while try_lock(file, fcntl.LOCK_SH) is False and time.monotonic() <= deadline:
             time.sleep(_POLL_SECONDS)
 
 
-def _try_lock(file: IO[bytes], kind: int) -> bool | None:
+def try_lock(file: IO[bytes] | int, kind: int) -> bool | None:
     """Lock a file, if no other process holds the lock. Returns whether it did; None if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -576,10 +572,13 @@ def _full(task: WriteTask, folder: Path, system: System, code: int = errno.ENOSP
     inodes_needed = len(task.files) * task.writers + 2  # the manifest and the folder
     free = inodes = None
     with suppress(OSError):
-        free, inodes = system.free(folder), system.free_inodes(folder)
-    needed, remedy = f"{task.total or task.size:,} bytes are needed", "free some space"
+        free = system.free(folder)
+        inodes = system.free_inodes(folder)
+    needed = f"{task.total or task.size:,} bytes are needed"
+    remedy = "free some space"
     if code == errno.EDQUOT:
-        needed, remedy = f"{needed}, and your disk quota is used up", "remove files that count towards the quota"
+        needed += ", and your disk quota is used up"
+        remedy = "remove files that count towards the quota"
     elif inodes is not None and inodes < inodes_needed:
         needed = f"{inodes_needed:,} inodes (files and folders) are needed, {inodes:,} are free"
         remedy = f"remove files from this disk (`df -i {folder}` shows its inodes)"
@@ -639,7 +638,8 @@ def main(parent: int, memory: int, line: int) -> None:
                 return
             number, _, text = packet.partition(b" ")
             if int(number) > done:  # otherwise the task was sent twice
-                done, task = int(number), WriteTask.from_json(text)
+                done = int(number)
+                task = WriteTask.from_json(text)
                 problem: dict[str, str | bool] = {}
                 content = None
                 try:

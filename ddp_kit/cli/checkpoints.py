@@ -2,16 +2,17 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ddp_kit.arguments import Parser
 from ddp_kit.checkpoint.format import (
     STATE,
+    Hasher,
     StoredCheckpoint,
     TensorRecord,
     checkpoints,
@@ -26,7 +27,8 @@ from ddp_kit.checkpoint.format import (
 )
 from ddp_kit.errors import CheckpointError, UsageError
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.texts import size_text
+from ddp_kit.terminal import Terminal
+from ddp_kit.texts import aligned, duration_text, plural, shortened, size_text
 
 _EPILOG = f"""\
 exit codes:
@@ -34,8 +36,7 @@ exit codes:
   {ExitCode.BROKEN:<2d} at least one is damaged
 """
 _BEST = "whole, and the best so far when it was saved"
-_SHOWN = 60  # maximum number of characters shown of a value
-_MISSING = object()
+_MOST_CHARACTERS = 60  # of a value
 _BLOCK = 1 << 20
 
 
@@ -53,18 +54,19 @@ def parser() -> Parser:
         "--diff",
         nargs=2,
         metavar="STEP",
-        help="print how the checkpoints of two steps differ: names, shapes and types of tensors, the first tensor with "
+        help="print how the checkpoints of two steps differ: names, shapes and types of tensors, the tensors with "
         "other values, and all other values; instead of a step, also the folder of a checkpoint, as of another run",
     )
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """List the checkpoints in a folder, or the differences between two of them, and return the exit code."""
     args = parser().parse_args(argv)
     try:
         stored = checkpoints(args.dir)
-        left, branches = leftovers(args.dir), left_branches(args.dir)
+        left = leftovers(args.dir)
+        branches = left_branches(args.dir)
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
     if not stored and not left and not branches:
@@ -76,52 +78,49 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     if args.verify:
         stored = tuple(map(verified, stored))
     if args.diff and all(checkpoint.whole for checkpoint in stored):
-        titles = [f"step {word}" if word.isdecimal() else word for word in args.diff]
-        print_text("\n".join(_differences(" -> ".join(titles), *stored)))
+        title = " -> ".join(re.sub(r"^(\d+)$", r"step \1", word) for word in args.diff)
+        terminal.print_text("\n".join(_differences(title, *stored)))
         return ExitCode.OK
-    print_text("\n".join(_table(stored)))
+    terminal.print_text("\n".join(aligned([*_overview(stored)])))
     for path in left:
-        print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
+        terminal.print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
     for path in branches:
-        print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
-    return ExitCode.OK if all(checkpoint.whole for checkpoint in stored) else ExitCode.BROKEN
+        terminal.print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
+    if not all(checkpoint.whole for checkpoint in stored):
+        return ExitCode.BROKEN
+    return ExitCode.OK
 
 
 # --- Table ------------------------------------------------------------------------------------------------------------
 
 
-def _table(stored: Sequence[StoredCheckpoint]) -> Iterator[str]:
-    rows = [["step", "age", "size", "files", "state"], *map(_row, stored)]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    best = next((row for row in rows if row[-1] == _BEST), None)
-    if best is not None:
-        best[-1] = "whole, the best"
-    yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _row(checkpoint: StoredCheckpoint) -> list[str]:
-    manifest = checkpoint.manifest
-    if manifest is None:
-        return [str(checkpoint.step), "?", "?", "?", str(checkpoint.problem)]
-    whole = _BEST if manifest.best else "whole"
-    return [
-        str(manifest.step),
-        _age(manifest.created),
-        size_text(manifest.bytes),
-        str(len(manifest.files)),
-        checkpoint.problem or whole,
-    ]
+def _overview(stored: Sequence[StoredCheckpoint]) -> Iterator[list[str]]:
+    yield ["step", "age", "size", "files", "state"]
+    best = "whole, the best"  # the newest of those that were the best when they were saved
+    for checkpoint in stored:
+        manifest = checkpoint.manifest
+        if manifest is None:
+            yield [str(checkpoint.step), "?", "?", "?", str(checkpoint.problem)]
+            continue
+        state = checkpoint.problem or "whole"
+        if manifest.best and not checkpoint.problem:
+            state = best
+            best = _BEST
+        yield [
+            str(manifest.step),
+            _age(manifest.created),
+            size_text(manifest.bytes),
+            str(len(manifest.files)),
+            state,
+        ]
 
 
 def _age(created: str) -> str:
     try:
-        seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()))
+        age = datetime.now(UTC) - datetime.fromisoformat(created)
     except (ValueError, TypeError):
         return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length} {unit}"
-    return f"{seconds} s"
+    return duration_text(max(0, int(age.total_seconds())))
 
 
 # --- Differences ------------------------------------------------------------------------------------------------------
@@ -146,87 +145,93 @@ def _checkpoint(word: str, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoi
 
 
 def _differences(title: str, old: StoredCheckpoint, new: StoredCheckpoint) -> Iterator[str]:
-    old_pieces, new_pieces = _pieces(old), _pieces(new)
-    tables = [{piece.name: str(piece.record) for piece in pieces} for pieces in (old_pieces, new_pieces)]
-    lines = [*_changed(*tables), *_first_changed_tensor(old_pieces, new_pieces), *_changed(_values(old), _values(new))]
-    yield f"{title}: {len(lines) or 'no'} difference{'' if len(lines) == 1 else 's'}"
+    old_pieces = _pieces(old)
+    new_pieces = _pieces(new)
+    tables = [{name: str(record) for name, record in pieces} for pieces in (old_pieces, new_pieces)]
+    lines = [*_value_changes(*tables), *_tensor_changes(old_pieces, new_pieces)]
+    lines += _value_changes(_values(old), _values(new))
+    count = plural(len(lines), "difference") if lines else "no differences"
+    yield f"{title}: {count}"
     yield from lines
-    places = [{(piece.name, piece.record) for piece in pieces} for pieces in (old_pieces, new_pieces)]
-    divided = {name for name, _ in places[0] ^ places[1] if tables[0].get(name) == tables[1].get(name)}
+    alone = old_pieces.keys() ^ new_pieces.keys()
+    divided = {name for name, _ in alone if tables[0].get(name) == tables[1].get(name)}
     if divided:
-        count = f"{len(divided)} tensor{'' if len(divided) == 1 else 's'}"
+        count = plural(len(divided), "tensor")
         yield f"(values of {count} are not compared: the checkpoints divide them in different ways)"
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor in a file, or a piece of a tensor."""
+    """The values of a tensor, or of a piece of a tensor, in a file."""
 
-    name: str
-    """The part and the tensor, such as `model: layer.weight`."""
-    record: TensorRecord
     path: Path
     offset: int
-    """Where its values begin in the file."""
-    hash: str
-    """The hash of the file."""
+    """Where the values begin in the file."""
+    bytes: int
+    file_hash: str
+
+    def hash(self) -> str:
+        """Read the values, and compute their hash."""
+        hasher = Hasher()
+        try:
+            with open_file(self.path) as file:
+                file.seek(self.offset)
+                for begin in range(0, self.bytes, _BLOCK):
+                    hasher.update(file.read(min(_BLOCK, self.bytes - begin)))
+        except OSError as error:
+            raise UsageError(f"{error.filename or self.path} cannot be read: {error}", "try again") from None
+        return str(hasher)
 
 
-def _pieces(checkpoint: StoredCheckpoint) -> list[_Piece]:
+_Pieces = dict[tuple[str, TensorRecord], _Piece]
+"""The pieces of a checkpoint by the part and the tensor, such as `model: layer.weight`, and the record of the piece."""
+
+
+def _pieces(checkpoint: StoredCheckpoint) -> _Pieces:
     """The tensors of a checkpoint, those of the model first."""
-    pieces: list[_Piece] = []
+    pieces: _Pieces = {}
     for file in checkpoint.manifest.files if checkpoint.manifest else ():
-        if (part := part_of(file.name)) is not None:
-            path = checkpoint.path / file.name
-            try:
-                with open_file(path) as opened:
-                    table, header = read_header(opened, file.bytes)
-            except (OSError, ValueError) as error:
-                raise UsageError(f"{path} cannot be read: {error}", "add --verify to check all files") from None
-            begins = accumulate((record.bytes for record in table.values()), initial=len(header))
-            pieces += [
-                _Piece(f"{part}: {name}", record, path, begin, file.hash)
-                for (name, record), begin in zip(table.items(), begins, strict=False)
-            ]
-    return sorted(pieces, key=lambda piece: not piece.name.startswith("model: "))
+        part = part_of(file.name)
+        if part is None:
+            continue
+        path = checkpoint.path / file.name
+        try:
+            with open_file(path) as opened:
+                table, header = read_header(opened, file.bytes)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read: {error}", "add --verify to check all files") from None
+        offset = len(header)
+        for name, record in table.items():
+            pieces[f"{part}: {name}", record] = _Piece(path, offset, record.bytes, file.hash)
+            offset += record.bytes
+    return dict(sorted(pieces.items(), key=lambda item: not item[0][0].startswith("model: ")))
 
 
-def _first_changed_tensor(old: Sequence[_Piece], new: Sequence[_Piece]) -> Iterator[str]:
-    """A line with the name of the first tensor whose values differ, if any. Files with equal hashes are not read."""
-    new_by_place = {(piece.name, piece.record): piece for piece in new}
-    for piece in old:
-        other = new_by_place.get((piece.name, piece.record))
-        if other is not None and (piece.hash, piece.offset) != (other.hash, other.offset):
-            try:
-                equal = all(map(bytes.__eq__, _blocks(piece), _blocks(other)))
-            except OSError as error:
-                raise UsageError(f"{error.filename or piece.path} cannot be read: {error}", "try again") from None
-            if not equal:
-                yield f"  {piece.name}: other values (the first tensor with other values)"
-                return
+def _tensor_changes(old: _Pieces, new: _Pieces) -> list[str]:
+    """A line for each tensor whose values have other hashes. Files with equal hashes are not read."""
+    changed = {}
+    for (name, record), piece in old.items():
+        other = new.get((name, record))
+        if other is None or name in changed or (piece.file_hash, piece.offset) == (other.file_hash, other.offset):
+            continue
+        if piece.hash() != other.hash():
+            changed[name] = f"  {name}: {record}, other values"
+    return [*changed.values()]
 
 
-def _blocks(piece: _Piece) -> Iterator[bytes]:
-    with open_file(piece.path) as file:
-        file.seek(piece.offset)
-        for begin in range(0, piece.record.bytes, _BLOCK):
-            yield file.read(min(_BLOCK, piece.record.bytes - begin))
-
-
-def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+def _value_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys((*old, *new)):
-        before, after = old.get(name, _MISSING), new.get(name, _MISSING)
-        if before is _MISSING:
-            yield f"+ {name}: {_shown(after)}"
-        elif after is _MISSING:
-            yield f"- {name}: {_shown(before)}"
-        elif before != after:
-            yield f"  {name}: {_shown(before)} -> {_shown(after)}"
+        if name not in old:
+            yield f"+ {name}: {_value_text(new[name])}"
+        elif name not in new:
+            yield f"- {name}: {_value_text(old[name])}"
+        elif old[name] != new[name]:
+            yield f"  {name}: {_value_text(old[name])} -> {_value_text(new[name])}"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return shortened(text, _MOST_CHARACTERS)
 
 
 def _values(checkpoint: StoredCheckpoint) -> dict[str, Any]:
@@ -245,7 +250,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(value, dict) and value and "$" not in {key[:1] for key in value}:
         for key, one in value.items():
-            yield from _leaves(f"{path}.{key}" if path else key, one)
+            yield from _leaves(f"{path}.{key}".removeprefix("."), one)
     elif isinstance(value, dict) and ("$ordered" in value or "$dict" in value):
         for key, one in next(iter(value.values())):
             yield from _leaves(f"{path}[{json.dumps(key)}]", one)

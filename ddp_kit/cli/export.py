@@ -1,19 +1,17 @@
 """`ddpkit export`: write the weights of a checkpoint, whether sharded or not, to safetensors files."""
 
-import argparse
 import json
 import math
 import mmap
 import os
-import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, size
 from ddp_kit.checkpoint.format import (
     INDEX,
     ITEM_BYTES,
@@ -37,9 +35,7 @@ from ddp_kit.checkpoint.weight_files import (
     stored_weights,
 )
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]I?)?B?")
+from ddp_kit.terminal import Terminal
 
 Weights = Mapping[str, Whole]
 
@@ -55,7 +51,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        type=_size,
+        type=size,
         default=math.inf,
         help="split the weights into files of at most this size, such as 5GB, and write an index; a larger tensor "
         "gets a file of its own",
@@ -69,7 +65,7 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Export the weights of a checkpoint, print the paths of the new files, and return the exit code.
 
     Raises `UsageError` for invalid arguments, and `CheckpointError` if the checkpoint cannot be exported.
@@ -80,13 +76,15 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
         raise UsageError(f"{args.target} does not end with {TENSORS}", f"name it {args.target.stem}{TENSORS}")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent}", f"mkdir -p {target.parent}")
-    checkpoint = _checkpoint(args.source, args.best, print_text)
+    checkpoint = _checkpoint(args.source, args.best, terminal)
     try:
-        _export(checkpoint, target, args.max_shard_size, args.ema, print_text)
+        _export(checkpoint, target, args.max_shard_size, args.ema, terminal)
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
+        reason = str(error.strerror or error)
+        if error.filename:
+            reason += f": {error.filename}"
         raise CheckpointError(
-            f"the weights of {checkpoint.path} could not be exported: {error.strerror or error}{where}",
+            f"the weights of {checkpoint.path} could not be exported: {reason}",
             advice_for(error, "check that path and its permissions"),
         ) from None
     except (ValueError, TypeError, KeyError) as error:
@@ -97,15 +95,7 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     return 0
 
 
-def _size(text: str) -> float:
-    match = _SIZE.fullmatch(text.upper())
-    size = float(match[1]) * _UNITS[match[2] or ""] if match else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MiB")
-    return size
-
-
-def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None]) -> StoredCheckpoint:
+def _checkpoint(source: Path, wants_best: bool, terminal: Terminal) -> StoredCheckpoint:
     """Find the checkpoint to export: `source` itself or, in a folder, the best or the newest complete checkpoint."""
     if wants_best or (source / MANIFEST).exists():
         checkpoint = best(source) if wants_best else examine(source)
@@ -117,7 +107,7 @@ def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None
         )
     choice = newest_whole(source)
     for damaged in choice.skipped:
-        print_text(f"skipped {damaged}")
+        terminal.print_text(f"skipped {damaged}")
     if choice.checkpoint is None:
         raise UsageError(
             f"there is no complete checkpoint in {source}",
@@ -129,9 +119,7 @@ def _checkpoint(source: Path, wants_best: bool, print_text: Callable[[str], None
 # --- Export -----------------------------------------------------------------------------------------------------------
 
 
-def _export(
-    checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, print_text: Callable[[str], None]
-) -> None:
+def _export(checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, terminal: Terminal) -> None:
     state = read_state(checkpoint)
     if ema and not has_average(state):
         raise UsageError(
@@ -143,14 +131,17 @@ def _export(
     weights = {name: files.tensors[key] for name, key in names.items()}
     shards = _shards(weights, most)
     stem = target.name.removesuffix(TENSORS)
-    paths = [
-        target if len(shards) == 1 else target.with_name(f"{stem}-{number:05d}-of-{len(shards):05d}{TENSORS}")
-        for number in range(1, len(shards) + 1)
-    ]
     index = target.with_name(f"{stem}{INDEX}")
-    _check_new([*paths, *([index] if len(shards) > 1 else [])])
+    if len(shards) == 1:
+        paths = [target]
+        _check_new(paths)
+    else:
+        numbers = range(1, len(shards) + 1)
+        paths = [target.with_name(f"{stem}-{number:05d}-of-{len(shards):05d}{TENSORS}") for number in numbers]
+        _check_new([*paths, index])
     with ExitStack() as stack:
-        made, places = [], dict[Key, list[Destination]]()
+        made = []
+        places: dict[Key, list[Destination]] = {}
         for path, shard in zip(paths, shards, strict=True):
             aliases = {alias: name for alias, name in tied.items() if name in shard}
             made.append(stack.enter_context(_NewFile(path)))
@@ -165,13 +156,13 @@ def _export(
             made[-1].write(text.encode())
         for file in made:
             file.finish()
-    print_text(
+    terminal.print_text(
         f"exported {len(weights)} tensors of step {checkpoint.step} "
         f"({sum(whole.bytes for whole in weights.values()):,} bytes) to:"
     )
-    print_text("\n".join(str(file.path) for file in made))
+    terminal.print_text("\n".join(str(file.path) for file in made))
     if stored.omitted:
-        print_text(
+        terminal.print_text(
             f"{len(stored.omitted)} frozen weights are not included: checkpoint.trainable_only left them out of the "
             "checkpoint"
         )
@@ -194,7 +185,8 @@ def _names(stored: StoredWeights) -> tuple[dict[str, Key], dict[str, str]]:
         if key in first:
             tied[name] = first[key]
         else:
-            names[name], first[key] = key, name
+            names[name] = key
+            first[key] = name
     if not names:
         raise ValueError("it has no model weights")
     return names, tied
@@ -241,7 +233,8 @@ class _NewFile:
         os.posix_fallocate(self._file, 0, size)
         os.pwrite(self._file, begin, 0)
         content = np.frombuffer(mmap.mmap(self._file, size), np.uint8)
-        places, at = {}, len(begin)
+        places = {}
+        at = len(begin)
         for name in order:
             whole = weights[name]
             places[name] = whole.places(content[at : at + whole.bytes], whole.shape, (0,) * len(whole.shape))

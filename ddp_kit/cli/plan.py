@@ -2,23 +2,21 @@
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, size
 from ddp_kit.devices import gpus
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS, PLAN_RANKS_PER_NODE
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.processes import die_with_parent
+from ddp_kit.terminal import Terminal
 
 _SCRIPT_RUNNER = "ddp_kit.trainer.plan_script"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_POWERS = "BKMGT"
 _EPILOG = """\
 examples:
   ddpkit plan --gpus 8 --memory 80GiB train.py --lr 0.1              8 GPUs on one node
@@ -44,6 +42,7 @@ def parser() -> Parser:
     flags.add_argument(
         "--memory",
         metavar="SIZE",
+        type=size,
         help="memory of each device: 80GiB, 80GB or a number of bytes (default: the memory of this node's GPUs)",
     )
     flags.add_argument("script", metavar="SCRIPT", help="the training script")
@@ -51,17 +50,20 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Run the script up to `trainer.fit`, which prints the memory plan and exits. Returns the script's exit code."""
     args = parser().parse_args(argv)
-    devices = [gpu for _, gpu in gpus.visible(gpus.gpus(), env)] if args.gpus is None or args.memory is None else []
-    per_node = len(devices) if args.gpus is None else args.gpus
-    memory = min((gpu.memory_total for gpu in devices), default=0) if args.memory is None else size_of(args.memory)
+    per_node = args.gpus
+    memory = args.memory
+    if per_node is None or memory is None:
+        here = [gpu for _, gpu in gpus.visible(gpus.gpus(), terminal.env)]
+        if per_node is None:
+            per_node = len(here)
+        if memory is None:
+            memory = min((gpu.memory_total for gpu in here), default=0)
     if per_node < 1:
-        raise UsageError(
-            f"--gpus {args.gpus} is less than 1" if args.gpus is not None else "this machine has no GPU",
-            "give the number of GPUs on each node, such as --gpus 8",
-        )
+        problem = "this machine has no GPU" if args.gpus is None else f"--gpus {args.gpus} is less than 1"
+        raise UsageError(problem, "give the number of GPUs on each node, such as --gpus 8")
     if args.nodes < 1:
         raise UsageError(f"--nodes {args.nodes} is less than 1", "give the number of nodes, such as --nodes 2")
     if not memory:
@@ -73,7 +75,7 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     process = Popen(
         [sys.executable, "-m", _SCRIPT_RUNNER, args.script, *args.arguments],
         env={
-            **env,
+            **terminal.env,
             PLAN_RANKS: str(args.nodes * per_node),
             PLAN_RANKS_PER_NODE: str(per_node),
             PLAN_MEMORY: str(memory),
@@ -81,17 +83,6 @@ def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
         preexec_fn=partial(die_with_parent, os.getpid()) if sys.platform == "linux" else None,
     )
     code = process.wait()
-    return code if code >= 0 else ExitCode.of_signal(-code)
-
-
-def size_of(text: str) -> int:
-    """Convert a size such as 80GiB, 80GB or 85899345920 to bytes. Raises `UsageError` if the size is invalid."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"--memory {text} is not a size", "use a size such as 80GiB or 80GB, or a number of bytes")
-    number, unit = match.groups()
-    unit = (unit or "B").upper()
-    size = int(float(number) * (1024 if "I" in unit else 1000) ** _POWERS.index(unit[0]))
-    if size < 1:
-        raise UsageError(f"--memory {text} is less than one byte", "use a size such as 80GiB, or a number of bytes")
-    return size
+    if code < 0:
+        return ExitCode.of_signal(-code)
+    return code

@@ -2,21 +2,22 @@
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, count, duration, whole_number
 from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
 from ddp_kit.clusters.request import Request, hosts_of, job_name
 from ddp_kit.errors import UsageError, nearest, printable
+from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.spec import LaunchSpec
+from ddp_kit.terminal import Terminal
 
 _EPILOG = """\
 everything after these flags is passed to `ddpkit launch` on every node: its flags, the script, the script's arguments
@@ -35,47 +36,57 @@ exit codes of the job, on every engine; docs/clusters.md lists the exceptions:
 _NOT_UTF8 = "".join(map(chr, range(0xDC80, 0xDD00)))  # how Python decodes bytes that are not UTF-8
 
 
-def run(words: Sequence[str], write: Callable[[str], None], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Submit a job to an engine, or only print the job file.
 
-    `write`: a function that writes a line to standard error. Raises `UsageError` if the arguments are invalid, or if
-    the engine cannot be used from this machine.
+    Raises `UsageError` if the arguments are invalid, or if the engine cannot be used from this machine.
     """
     flag_parser = parser()
-    submit_words, launch_words = _split(words, flag_parser)
+    submit_words, launch_words = _split(argv, flag_parser)
     flags = vars(flag_parser.parse_args(submit_words))
     flags["gpu_type"], flags["gpus"] = flags["gpus"] or (None, None)
-    name, dry_run = flags.pop("on"), flags.pop("dry_run")
-    if name not in ENGINES:
-        names, close = ", ".join(ENGINES), nearest(name or "", list(ENGINES))
-        what = "no engine is given" if name is None else f"there is no engine {name!r}; the engines are: {names}"
-        raise UsageError(what, f"use --on {close}" if close else f"use --on and one of: {names}")
-    engine = ENGINES[name]
+    dry_run = flags.pop("dry_run")
+    engine = _engine(flags.pop("on"))
     _check_flags(engine, flags, flag_parser)
-    launch = _parse_launch(launch_words, flag_parser) if launch_words else None
-    if launch is None and engine.script_needed:
+    launch = None
+    if launch_words:
+        launch = _parse_launch(launch_words, flag_parser)
+    elif engine.script_needed:
         raise UsageError("there is no script to run", "put the script and its arguments after all flags")
-    request = _request(flags, launch, launch_words, words)
+    request = _request(flags, launch, launch_words, argv)
     if launch is not None and not launch.torchrun["module"] and not launch.torchrun["no_python"]:
         _check_script(engine, request, launch.script)
     if engine.image_needed and request.image is None:
-        raise UsageError(f"{name} runs a job in a container, but --image is not given", "use --image IMAGE")
+        raise UsageError(f"{engine.name} runs a job in a container, but --image is not given", "use --image IMAGE")
     engine.check(request)
     text = engine.text(request)
     if engine.suffix == ".yaml" and not {*_NOT_UTF8}.isdisjoint(text):
         raise UsageError(
-            f"a name or an argument of the job is not valid UTF-8, and a job file for {name} is written in UTF-8",
+            "a name or an argument of the job is not valid UTF-8, "
+            f"and a job file for {engine.name} is written in UTF-8",
             "rename the script, its folder or the file that an argument names, using only valid UTF-8",
         )
     if dry_run:
-        print_text(text.rstrip("\n"))
-        return 0
+        terminal.print_exactly(text.rstrip("\n"))
+        return ExitCode.OK
     if shutil.which(engine.program) is None:
         raise UsageError(
-            f"{engine.program} was not found, so no job can be submitted to {name} from here",
+            f"{engine.program} was not found, so no job can be submitted to {engine.name} from here",
             f"{engine.install}; or use --dry-run to print the job file",
         )
-    return engine.submit(request, text, write)
+    return engine.submit(request, text, terminal.write_stderr)
+
+
+def _engine(name: str | None) -> Engine:
+    hint = f"use --on and one of: {', '.join(ENGINES)}"
+    if name is None:
+        raise UsageError("no engine is given", hint)
+    if name not in ENGINES:
+        close = nearest(name, list(ENGINES))
+        if close:
+            hint = f"use --on {close}"
+        raise UsageError(f"there is no engine {name!r}; the engines are: {', '.join(ENGINES)}", hint)
+    return ENGINES[name]
 
 
 def parser() -> Parser:
@@ -97,19 +108,20 @@ def parser() -> Parser:
 
     def add(*names: str, help: str, **options: Any) -> None:
         supporting = [engine.name for engine in engines if names[0].strip("-") in engine.flags]
-        only = f"for {supporting[0]}: " if len(supporting) == 1 else ""
-        flags.add_argument(*names, help=f"{only}{help}", **options)
+        if len(supporting) == 1:
+            help = f"for {supporting[0]}: {help}"
+        flags.add_argument(*names, help=help, **options)
 
     add("--on", metavar="ENGINE", help=f"the engine, one of: {', '.join(ENGINES)}")
-    add("--nodes", metavar="N", type=_count, help="the number of nodes; default with --hosts: all hosts")
+    add("--nodes", metavar="N", type=count, help="the number of nodes; default with --hosts: all hosts")
     add("--gpus", metavar="[TYPE:]G", type=_gpus, help="GPUs per node, such as 8 or H100:8; default: none")
     add(
         "--cpus",
         metavar="C",
-        type=_count,
+        type=count,
         help="number of CPU cores per node; default: 8 per GPU, which is more than some nodes have",
     )
-    add("--time", metavar="TIME", help="the time limit, such as 90m, 12h, 2d or 1-12:00:00")
+    add("--time", metavar="TIME", type=_time_limit, help="the time limit, such as 90m, 12h, 2d or 1-12:00:00")
     add("--name", metavar="NAME", help="the job's name; default: the script's name")
     add("--image", metavar="IMAGE", help="the container image, which must contain ddpkit")
     add("--queue", "--partition", metavar="NAME", help="the queue or partition")
@@ -119,23 +131,23 @@ def parser() -> Parser:
     add(
         "--retries",
         metavar="N",
-        type=_number,
+        type=whole_number,
         help="maximum number of restarts after the exit codes 3, 124 and 129-255; default: 3",
     )
     add(
         "--grace",
         metavar="SECONDS",
-        type=_count,
+        type=count,
         help="seconds from SIGTERM to SIGKILL when the job is stopped; default: 120",
     )
     add("--dry-run", action="store_true", help="print the job file, and submit nothing")
     return flags
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def _time_limit(text: str) -> int:
+    if text.isdecimal():  # minutes for Slurm, seconds for others
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: use such as 90m, 12h, 2d or 1-12:00:00")
+    return int(duration(text))
 
 
 def _gpus(text: str) -> tuple[str | None, int]:
@@ -146,28 +158,6 @@ def _gpus(text: str) -> tuple[str | None, int]:
     return kind or None, int(number)
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
-
-
-def seconds_of(text: str) -> int:
-    """Convert a time limit such as `90m`, `12h`, `2d`, `24:00:00` or `1-12:00:00` to seconds.
-
-    Raises `UsageError` for any other format.
-    """
-    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    if match := re.fullmatch(r"(\d+)([smhd])", text):
-        return int(match[1]) * units[match[2]]
-    if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
-        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    raise UsageError(
-        f"--time {text} is not a valid time limit", "for example: --time 90m, --time 12h or --time 1-12:00:00"
-    )
-
-
 def _split(words: Sequence[str], flag_parser: Parser) -> tuple[list[str], list[str]]:
     """Split the command line into the flags of `ddpkit submit` and the arguments of `ddpkit launch`.
 
@@ -176,7 +166,8 @@ def _split(words: Sequence[str], flag_parser: Parser) -> tuple[list[str], list[s
     actions = {flag: action for action in flag_parser.actions for flag in action.option_strings}
     position = 0
     while position < len(words) and (action := actions.get(words[position].partition("=")[0])) is not None:
-        position += 1 if "=" in words[position] or action.nargs == 0 else 2
+        has_value = "=" not in words[position] and action.nargs != 0
+        position += 1 + has_value
     return list(words[:position]), list(words[position:])
 
 
@@ -225,18 +216,21 @@ def _request(
         raise UsageError(
             f"--nodes is {nodes}, but --hosts names {len(hosts)} hosts", f"use --nodes {len(hosts)}, or add hosts"
         )
-    time, name = flags.pop("time"), flags.pop("name")
+    name = flags.pop("name")
     if name is None:
-        script = "train" if launch is None else launch.script
-        is_module = launch is not None and launch.torchrun["module"]
-        name = job_name(script.rpartition(".")[2] if is_module else PurePosixPath(script).stem)
+        script = "train"
+        if launch is not None:
+            script = PurePosixPath(launch.script).stem
+        if launch is not None and launch.torchrun["module"]:
+            script = launch.script.rpartition(".")[2]
+        name = job_name(script)
     shown = ["ddpkit", "submit", *(word for word in words if word != "--dry-run")]
     return Request(
         nodes=nodes,
         words=tuple(launch_words),
         name=name,
         command="\n# ".join(printable(line, keep=_NOT_UTF8) for line in shlex.join(shown).splitlines()),  # a comment
-        seconds=None if time is None else seconds_of(time),
+        seconds=flags.pop("time"),
         hosts=hosts[:nodes],
         folder=PurePosixPath(Path.cwd()),
         programs=str(Path(sys.executable).parent),
@@ -249,13 +243,11 @@ def _check_script(engine: Engine, request: Request, script: str) -> None:
     path = Path(script)
     if request.image is None and not path.exists():  # with an image, it is in the image
         close = nearest(path.stem, [other.stem for other in path.parent.glob("*.py")])
-        raise UsageError(
-            f"there is no script {script!r} in {Path.cwd()}",
-            f"did you mean {path.with_stem(close)}?" if close else "check the path",
-        )
+        hint = f"did you mean {path.with_stem(close)}?" if close else "check the path"
+        raise UsageError(f"there is no script {script!r} in {Path.cwd()}", hint)
     relative = Path(os.path.relpath(script))
     if engine.copies_folder and (".." in relative.parts or path.is_absolute()):
+        hint = f"cd {path.parent}" if ".." in relative.parts else f"give {relative}"
         raise UsageError(
-            f"{engine.name} copies the working folder to the nodes, but {script} is not a relative path inside it",
-            f"cd {path.parent}" if ".." in relative.parts else f"give {relative}",
+            f"{engine.name} copies the working folder to the nodes, but {script} is not a relative path inside it", hint
         )

@@ -2,13 +2,14 @@
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_kit.arguments import Parser
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.warm.kept_client import kept_processes
-from ddp_kit.texts import size_text
+from ddp_kit.terminal import Terminal
+from ddp_kit.texts import clock, size_text
 
 _EPILOG = """\
 examples:
@@ -30,21 +31,20 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """List or stop the kept processes, and return the exit code."""
     stops = parser().parse_args(argv).action == "stop"
     lines = []
     for kept in kept_processes("stop" if stops else "description"):
-        age = time.strftime("%H:%M:%S", time.gmtime(time.time() - kept["since"]))
+        age = clock(time.time() - kept["since"])
         imported = ", ".join(kept["imports"]) or "imports torch"
         lines.append(
             f"{kept['script']}: pid {kept['pid']}, {age} old, {size_text(_memory(kept['pid']))}, "
             f"{kept['launches']} launches; {imported}"
         )
-    if lines:
-        print_text("\n".join([*lines, *(["stopped"] if stops else [])]))
-    else:
-        print_text("no process is kept")
+    if lines and stops:
+        lines.append("stopped")
+    terminal.print_text("\n".join(lines or ["no process is kept"]))
     return ExitCode.OK
 
 

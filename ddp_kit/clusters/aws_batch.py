@@ -7,8 +7,11 @@ from ddp_kit.clusters.request import PORT, JobPlace, number
 from ddp_kit.errors import UsageError
 
 _NAME = "AWS Batch"
-_NODES, _INDEX, _MAIN = "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX"
-_ADDRESS, _JOB = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "AWS_BATCH_JOB_ID"
+_NODES = "AWS_BATCH_JOB_NUM_NODES"
+_INDEX = "AWS_BATCH_JOB_NODE_INDEX"
+_MAIN = "AWS_BATCH_JOB_MAIN_NODE_INDEX"
+_ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
+_JOB = "AWS_BATCH_JOB_ID"
 _POD = "HOSTNAME"
 
 
@@ -19,11 +22,15 @@ class AwsBatch(Environment):
         """Return this node's rank and the job's rendezvous settings, or None outside of a multi-node job."""
         if _NODES not in env or _INDEX not in env:
             return None
-        index, main = number(env, _INDEX, _NAME), number(env, _MAIN, _NAME)
-        # The main node gets rank 0; the rank of each node that precedes it is its index plus one.
-        rank = 0 if index == main else index + (index < main)
-        # The variable with the address is not set on the main node itself.
-        host = env.get(_ADDRESS) or (env.get(_POD) or "localhost" if rank == 0 else "")
+        index = number(env, _INDEX, _NAME)
+        main = number(env, _MAIN, _NAME)
+        rank = index + (index < main)  # the main node gets rank 0, so those before it move up by one
+        host = env.get(_ADDRESS)
+        source = _ADDRESS
+        if index == main:
+            rank = 0
+            host = host or env.get(_POD) or "localhost"  # the variable with the address is not set on the main node
+            source = f"{_POD}, as the main node"
         if not host:
             raise UsageError(f"this looks like {_NAME}, but {_ADDRESS} is not set", "use --master-addr ADDRESS")
         return JobPlace(
@@ -33,9 +40,6 @@ class AwsBatch(Environment):
             host=host,
             port=PORT,
             run_id=env.get(_JOB, _NAME).partition("#")[0],
-            sources={
-                "nodes": _NODES, "node rank": f"{_INDEX} and {_MAIN}",
-                "host": _ADDRESS if rank else f"{_POD}, as the main node",
-            },
+            sources={"nodes": _NODES, "node rank": f"{_INDEX} and {_MAIN}", "host": source},
             waits_for="the job's page in the AWS console lists its nodes",
-        )  # fmt: skip
+        )

@@ -11,7 +11,9 @@ from ddp_kit.env import LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, WORLD_SIZE
 from ddp_kit.errors import UsageError
 
 _NAME = "Azure Machine Learning"
-_RUN, _RANK, _NODES = "AZUREML_RUN_ID", "NODE_RANK", "AZUREML_NODE_COUNT"
+_RUN = "AZUREML_RUN_ID"
+_RANK = "NODE_RANK"
+_NODES = "AZUREML_NODE_COUNT"
 
 
 class AzureML(Environment):

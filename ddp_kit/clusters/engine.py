@@ -102,6 +102,9 @@ def remote_script(launch: Sequence[str], folder: str = "", programs: str = "") -
     `launch`: the launcher's command line; `folder`: its working folder; `programs`: a folder to put first in PATH. An
     empty string leaves the working folder or PATH unchanged.
     """
-    start = f"cd {shlex.quote(folder)} || exit 2\n" if folder else ""
-    start += f'PATH={shlex.quote(programs)}:"$PATH"\n' if programs else ""
+    start = ""
+    if folder:
+        start += f"cd {shlex.quote(folder)} || exit 2\n"
+    if programs:
+        start += f'PATH={shlex.quote(programs)}:"$PATH"\n'
     return "sh", "-c", _SCRIPT.format(start=start, launch=shlex.join(launch))

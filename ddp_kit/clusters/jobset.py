@@ -18,8 +18,9 @@ class JobSet(PodEngine):
 
     def recognise(self, env: Mapping[str, str]) -> JobPlace | None:
         """Return this pod's node rank and the job's rendezvous settings, or None outside of a JobSet."""
-        # The name of a pod is <jobset>-<replicated job>-<job>-<pod>.
-        return pod_place(env, "a JobSet of Kubernetes", _NAME) if env.get(_NAME) else None
+        if not env.get(_NAME):
+            return None
+        return pod_place(env, "a JobSet of Kubernetes", _NAME)  # a pod is <jobset>-<replicated job>-<job>-<pod>
 
     def text(self, request: Request) -> str:
         """The manifest of a JobSet with one replicated job, named `node`."""

@@ -29,7 +29,8 @@ class Mpi(Environment):
         if name is None:
             return None
         rank, size, local_size = _KINDS[name]
-        nodes, node_rank = number(env, size, name, 1), number(env, rank, name)
+        nodes = number(env, size, name, 1)
+        node_rank = number(env, rank, name)
         if env[local_size] != "1":
             if node_rank:
                 raise SystemExit(2)  # only process 0 reports the error

@@ -73,15 +73,16 @@ def pod_place(env: Mapping[str, str], environment: str, service: str | None = No
     """
     if _INDEX not in env or NODES_DEFAULT not in env:
         return None
-    nodes, rank = env[NODES_DEFAULT].split(":")[-1], number(env, _INDEX, environment)
+    nodes = env[NODES_DEFAULT].split(":")[-1]
+    rank = number(env, _INDEX, environment)
     if not nodes.isdecimal():
         raise UsageError(
             f"{NODES_DEFAULT}={env[NODES_DEFAULT]} is neither a number nor MIN:MAX",
             "set it to a number of nodes such as 2, or to a range such as 2:4",
         )
-    if env.get(MASTER_ADDR):
-        host, source = env[MASTER_ADDR], MASTER_ADDR
-    else:  # the name of a pod is JOB-INDEX
+    host = env.get(MASTER_ADDR, "")
+    source = MASTER_ADDR
+    if not host:  # the name of a pod is JOB-INDEX
         job = re.fullmatch(rf"(.+)-{rank}", env.get(_POD, ""))
         if job is None:
             raise UsageError(
@@ -89,15 +90,15 @@ def pod_place(env: Mapping[str, str], environment: str, service: str | None = No
                 "index, so the host name of pod 0 cannot be derived from it",
                 f"in the manifest, set {MASTER_ADDR} to the host name of pod 0",
             )
-        host = f"{job[1]}-0.{env[service] if service else job[1]}"
-        source = f"{_POD} and {service}" if service else _POD
+        source = _POD if service is None else f"{_POD} and {service}"
+        host = f"{job[1]}-0.{env.get(service or '', job[1])}"
     return JobPlace(
         environment=environment,
         nodes=int(nodes),
         node_rank=rank,
         host=host,
         port=PORT,
-        run_id=env[service] if service else host.split(".")[0],
+        run_id=env.get(service or "", host.split(".")[0]),
         sources={"nodes": NODES_DEFAULT, "node rank": _INDEX, "host": source},
         join=PENDING_SECONDS,
         replacement=REPLACEMENT_SECONDS,
@@ -160,12 +161,15 @@ def node_count(request: Request) -> dict[str, str]:
 
 def job_spec(request: Request, env: Sequence[Mapping[str, Any]] = (), **pod: Any) -> dict[str, Any]:
     """The `spec` of an Indexed Job. `pod`: further fields for the `spec` of the pods."""
-    limit = {} if request.seconds is None else {"activeDeadlineSeconds": request.seconds}
-    return {
+    spec: dict[str, Any] = {
         "completions": request.nodes,
         "parallelism": request.nodes,
         "completionMode": "Indexed",
-        **limit,
+    }
+    if request.seconds is not None:
+        spec["activeDeadlineSeconds"] = request.seconds
+    return {
+        **spec,
         "podFailurePolicy": {"rules": _failure_rules()},
         "template": {
             "spec": {

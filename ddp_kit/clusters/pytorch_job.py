@@ -30,7 +30,8 @@ class PyTorchJob(Environment):
         names = (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
         if not all(env.get(name) for name in names) or LOCAL_RANK in env or env[WORLD_SIZE] == "1":
             return None
-        rank, nodes = optional_number(env, RANK), optional_number(env, WORLD_SIZE)
+        rank = optional_number(env, RANK)
+        nodes = optional_number(env, WORLD_SIZE)
         if rank is None or nodes is None or rank >= nodes or env[MASTER_ADDR] in _LOOPBACK:
             values = ", ".join(f"{name}={env[name]}" for name in names)
             raise UsageError(

@@ -25,7 +25,9 @@ class Ray(Engine):
     def submit_command(self, request: Request, path: str) -> tuple[str, ...]:  # noqa: ARG002
         """The command that submits the job's driver; it needs no job file."""
         flags = ["--nodes", str(request.nodes), "--retries", str(request.retries)]
-        flags += [] if request.gpus is None else ["--gpus", str(request.gpus)]
-        flags += [] if request.cpus_per_node is None else ["--cpus", str(request.cpus_per_node)]
+        if request.gpus is not None:
+            flags += ["--gpus", str(request.gpus)]
+        if request.cpus_per_node is not None:
+            flags += ["--cpus", str(request.cpus_per_node)]
         driver = ("python", "-m", "ddp_kit.clusters.ray_driver", *flags, "--", *request.words)
         return (self.program, "job", "submit", "--working-dir", ".", "--", *driver)

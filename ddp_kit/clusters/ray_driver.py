@@ -60,8 +60,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--cpus", type=int)
     end = words.index("--")
-    args, launch = parser.parse_args(words[:end]), words[end + 1 :]
-    bundle = {"CPU": args.cpus or 1} | ({"GPU": args.gpus} if args.gpus else {})
+    args = parser.parse_args(words[:end])
+    launch = words[end + 1 :]
+    bundle = {"CPU": args.cpus or 1}
+    if args.gpus:
+        bundle["GPU"] = args.gpus
     ray.init(address="auto", log_to_driver=True)
     retries = args.retries
     while True:
@@ -113,7 +116,8 @@ def _place(nodes: int, rank: int, address: str) -> tuple[str, ...]:
 def _outcome(runs: Sequence[Any]) -> int:
     """The exit code of the first launcher that fails, or 0. After a failure, the other launchers have 10 s to end."""
     codes: list[int] = []
-    left, deadline = list(runs), None
+    left = list(runs)
+    deadline = None
     while left:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         done, left = ray.wait(left, num_returns=1, timeout=timeout)

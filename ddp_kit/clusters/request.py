@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.texts import plural
 
 # --- Place in a job ---------------------------------------------------------------------------------------------------
 
@@ -42,10 +43,11 @@ class JobPlace:
     def __post_init__(self) -> None:
         """Raise `UsageError` if the node rank is not less than the number of nodes."""
         if self.node_rank >= self.nodes:
-            rank, nodes = self.sources["node rank"], self.sources["nodes"]
+            rank = self.sources["node rank"]
+            nodes = self.sources["nodes"]
             raise UsageError(
                 f"the variables of {self.environment} contradict each other: {rank} says node rank {self.node_rank}, "
-                f"{nodes} says {self.nodes} node{'s' * (self.nodes != 1)}",
+                f"{nodes} says {plural(self.nodes, 'node')}",
                 f"correct or unset {rank} and {nodes}, or use --nnodes and --node-rank",
             )
 
@@ -57,7 +59,9 @@ def number(env: Mapping[str, str], name: str, environment: str, least: int = 0) 
     """
     text = env.get(name, "")
     if not text.isdecimal() or int(text) < least:
-        problem = f"is {text!r}, which is not a valid number" if name in env else "is not set"
+        problem = f"is {text!r}, which is not a valid number"
+        if name not in env:
+            problem = "is not set"
         raise UsageError(
             f"this looks like {environment}, but its variable {name} {problem}",
             f"to run on this machine alone, unset all variables of {environment} or pass --nnodes 1; otherwise pass "
@@ -92,14 +96,17 @@ def hosts_of(text: str | None) -> tuple[str, ...]:
     if text is None:
         return ()
     path = Path(text)
-    lines = path.read_text().splitlines() if path.is_file() else text.split(",")
-    hosts = tuple(name for line in lines if (name := line.partition("#")[0].strip()))
-    wrong = next((name for name in hosts if name.startswith("-") or len(name.split()) > 1), None)
-    if not hosts or wrong is not None:
-        raise UsageError(
-            f"--hosts {text} names no hosts" if wrong is None else f"--hosts: {wrong!r} is not a host name",
-            "use --hosts gpu1,gpu2, or the name of a file with one host per line",
-        )
+    lines = text.split(",")
+    if path.is_file():
+        lines = path.read_text().splitlines()
+    names = (line.partition("#")[0].strip() for line in lines)
+    hosts = tuple(filter(None, names))
+    hint = "use --hosts gpu1,gpu2, or the name of a file with one host per line"
+    if not hosts:
+        raise UsageError(f"--hosts {text} names no hosts", hint)
+    for name in hosts:
+        if name.startswith("-") or len(name.split()) > 1:
+            raise UsageError(f"--hosts: {name!r} is not a host name", hint)
     return hosts
 
 
@@ -153,7 +160,7 @@ class Request:
     @property
     def cpus_per_node(self) -> int | None:
         """CPU cores per node: `cpus` if given, otherwise 8 per GPU. None for a job without GPUs: the engine decides."""
-        return self.cpus if self.cpus is not None else (self.gpus * _CPUS_PER_GPU if self.gpus else None)
+        return self.cpus or (self.gpus or 0) * _CPUS_PER_GPU or None
 
     @property
     def launch(self) -> tuple[str, ...]:
@@ -168,4 +175,6 @@ NAME_LENGTH = 40
 def job_name(stem: str) -> str:
     """A job name derived from a script's name: lower-case letters, digits and dashes, with a letter first."""
     name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem.lower()).strip("-")
-    return (name if name[:1].isalpha() else f"train-{name}")[:NAME_LENGTH].strip("-")
+    if not name[:1].isalpha():
+        name = f"train-{name}"
+    return name[:NAME_LENGTH].strip("-")

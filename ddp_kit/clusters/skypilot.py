@@ -14,8 +14,11 @@ from ddp_kit.clusters.request import AGAIN, PORT, SIGNALLED, JobPlace, Request, 
 from ddp_kit.errors import UsageError
 
 _NAME = "SkyPilot"
-_NODES, _RANK, _ADDRESSES = "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
-_GPUS, _TASK = "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID"
+_NODES = "SKYPILOT_NUM_NODES"
+_RANK = "SKYPILOT_NODE_RANK"
+_ADDRESSES = "SKYPILOT_NODE_IPS"
+_GPUS = "SKYPILOT_NUM_GPUS_PER_NODE"
+_TASK = "SKYPILOT_TASK_ID"
 
 _EXPLAINED = """\
 # Made by: {command}
@@ -48,22 +51,23 @@ class SkyPilot(Engine):
         """Return this node's rank and the job's rendezvous settings, or None outside of a SkyPilot task."""
         if _ADDRESSES not in env:
             return None
-        addresses = env[_ADDRESSES].split()
-        nodes = number(env, _NODES, _NAME, 1) if _NODES in env else max(1, len(addresses))
+        addresses = env[_ADDRESSES].split() or ["localhost"]
+        nodes = len(addresses)
+        source = _ADDRESSES
+        if _NODES in env:
+            nodes = number(env, _NODES, _NAME, 1)
+            source = _NODES
         return JobPlace(
             environment=_NAME,
             nodes=nodes,
             node_rank=number(env, _RANK, _NAME),
-            host=addresses[0] if addresses else "localhost",
+            host=addresses[0],
             port=PORT,
             run_id=env.get(_TASK, "skypilot"),
-            sources={
-                "nodes": _NODES if _NODES in env else _ADDRESSES, "node rank": _RANK, "host": _ADDRESSES,
-                "GPUs": _GPUS,
-            },
+            sources={"nodes": source, "node rank": _RANK, "host": _ADDRESSES, "GPUs": _GPUS},
             gpus=optional_number(env, _GPUS),
             waits_for="`sky logs` shows what the other nodes are doing",
-        )  # fmt: skip
+        )
 
     def check(self, request: Request) -> None:
         """Check that the type of the GPUs is given."""

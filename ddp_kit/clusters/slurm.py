@@ -13,10 +13,16 @@ from ddp_kit.env import END_TIME, MASTER_ADDR
 from ddp_kit.errors import UsageError
 
 _NAME = "Slurm"
-_JOB, _JOB_NODES = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"
-_STEP, _NODES, _LIST = "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NODELIST"
-_NODE, _TASK, _TASKS = "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"
-_HETEROGENEOUS, _GPUS = "SLURM_HET_SIZE", "SLURM_GPUS_ON_NODE"
+_JOB = "SLURM_JOB_ID"
+_JOB_NODES = "SLURM_JOB_NUM_NODES"
+_STEP = "SLURM_STEP_ID"
+_NODES = "SLURM_STEP_NUM_NODES"
+_LIST = "SLURM_STEP_NODELIST"
+_NODE = "SLURM_NODEID"
+_TASK = "SLURM_PROCID"
+_TASKS = "SLURM_STEP_NUM_TASKS"
+_HETEROGENEOUS = "SLURM_HET_SIZE"
+_GPUS = "SLURM_GPUS_ON_NODE"
 _WARNING_SECONDS = 120
 _CPUS = {
     False: "for all processes of a node together",
@@ -90,7 +96,8 @@ class Slurm(Engine):
             )
         if _STEP not in env or _LIST not in env:
             return _outside_steps(env)
-        nodes, tasks = number(env, _NODES, _NAME, 1), number(env, _TASKS, _NAME, 1)
+        nodes = number(env, _NODES, _NAME, 1)
+        tasks = number(env, _TASKS, _NAME, 1)
         if tasks != nodes:
             if number(env, _TASK, _NAME):
                 raise SystemExit(2)  # only task 0 reports the error
@@ -108,34 +115,45 @@ class Slurm(Engine):
             port=derived_port(str(number(env, _JOB, _NAME) + number(env, _STEP, _NAME))),
             run_id=f"{env[_JOB]}.{env[_STEP]}",
             sources={
-                "nodes": _NODES, "node rank": _NODE, "host": MASTER_ADDR if env.get(MASTER_ADDR) else _LIST,
-                "port": f"{_JOB} + {_STEP}", "end of the job": END_TIME, "GPUs": _GPUS,
+                "nodes": _NODES,
+                "node rank": _NODE,
+                "host": MASTER_ADDR if env.get(MASTER_ADDR) else _LIST,
+                "port": f"{_JOB} + {_STEP}",
+                "end of the job": END_TIME,
+                "GPUs": _GPUS,
             },
             gpus=optional_number(env, _GPUS),
             end_time=optional_number(env, END_TIME),
             waits_for=f"`squeue --steps --jobs {env[_JOB]}` shows where the step runs",
-        )  # fmt: skip
+        )
 
     def text(self, request: Request) -> str:
         """A batch script for sbatch.
 
         If the request names no script, the batch script passes its own arguments to `ddpkit launch`.
         """
+        gpus: str | int | None = request.gpus
+        if request.gpu_type:
+            gpus = shlex.quote(f"{request.gpu_type}:{request.gpus}")
         directives = {
             "job-name": shlex.quote(request.name),
             "partition": request.queue and shlex.quote(request.queue),
             "nodes": request.nodes,
             "ntasks-per-node": "1   # one launcher per node, which starts one process per GPU",
-            "gpus-per-node": shlex.quote(f"{request.gpu_type}:{request.gpus}") if request.gpu_type else request.gpus,
+            "gpus-per-node": gpus,
             "cpus-per-task": request.cpus_per_node and f"{request.cpus_per_node}   # {_CPUS[request.cpus is None]}",
-            "time": None if request.seconds is None else clock(request.seconds),
+            "time": request.seconds and clock(request.seconds),
             "array": request.array and shlex.quote(request.array),
             "signal": f"USR2@{_WARNING_SECONDS}   # seconds before the time limit; a Trainer then saves",
             "open-mode": "append   # a job that is requeued continues its log",
             "output": "%x-%A_%a.log" if request.array else "%x-%j.log",
         }
         lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
-        lines += ["#SBATCH --requeue   # after a preemption or the loss of a node"] if request.requeue else []
+        if request.requeue:
+            lines.append("#SBATCH --requeue   # after a preemption or the loss of a node")
+        launch = 'ddpkit launch "$@"'
+        if request.words:
+            launch = shlex.join(request.launch)
         container = ""
         if request.image:
             container = f' --container-image={shlex.quote(request.image)} --container-mounts="$PWD"'
@@ -145,7 +163,7 @@ class Slurm(Engine):
             how_to=_HOW_TO[bool(request.words)],
             directives="\n".join(lines),
             container=container,
-            launch=shlex.join(request.launch) if request.words else 'ddpkit launch "$@"',
+            launch=launch,
             retries=request.retries,
             again="|".join(map(str, AGAIN)),
             counted="|".join(map(str, COUNTED)),
@@ -162,7 +180,7 @@ def _outside_steps(env: Mapping[str, str]) -> JobPlace:
 
     Raises `UsageError` if the Slurm job has several nodes.
     """
-    nodes = number(env, _JOB_NODES, _NAME, 1) if _JOB_NODES in env else 1
+    nodes = number({_JOB_NODES: "1"} | dict(env), _JOB_NODES, _NAME, 1)
     if nodes > 1:
         raise UsageError(
             f"this Slurm job has {nodes} nodes, but this command runs on only one of them",
@@ -170,8 +188,8 @@ def _outside_steps(env: Mapping[str, str]) -> JobPlace:
             "use only this node",
         )
     sources = {"end of the job": END_TIME, "GPUs": _GPUS}
-    gpus, end_time = optional_number(env, _GPUS), optional_number(env, END_TIME)
-    return JobPlace(_NAME, 1, 0, "localhost", 0, env[_JOB], sources, gpus, end_time)
+    gpus = optional_number(env, _GPUS)
+    return JobPlace(_NAME, 1, 0, "localhost", 0, env[_JOB], sources, gpus, optional_number(env, END_TIME))
 
 
 def first_host(node_list: str) -> str:
@@ -190,4 +208,5 @@ def clock(seconds: int) -> str:
     minutes, second = divmod(seconds, 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
-    return (f"{days}-" if days else "") + f"{hour:02}:{minute:02}:{second:02}"
+    text = f"{hour:02}:{minute:02}:{second:02}"
+    return f"{days}-{text}" if days else text

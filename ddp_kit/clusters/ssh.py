@@ -50,12 +50,14 @@ def commands(request: Request) -> dict[str, tuple[str, ...]]:
     hosts = request.hosts
     address = hosts[0].rpartition("@")[2]
     port = derived_port(str(sum(" ".join((*hosts, str(request.folder), *request.words)).encode())))
-    gpus = () if request.gpus is None else ("--gpus", str(request.gpus))
+    gpus = [] if request.gpus is None else ["--gpus", str(request.gpus)]
     by_host: dict[str, tuple[str, ...]] = {}
     for rank, host in enumerate(hosts):
-        place = ("--nnodes", str(len(hosts)), "--node-rank", str(rank)) if len(hosts) > 1 else ()
-        rendezvous = ("--master-addr", address, "--master-port", str(port)) if len(hosts) > 1 else ()
-        launch = ("ddpkit", "launch", *place, *rendezvous, *gpus, *request.words)
+        place = []
+        if len(hosts) > 1:
+            place = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
+            place += ["--master-addr", address, "--master-port", str(port)]
+        launch = ("ddpkit", "launch", *place, *gpus, *request.words)
         remote = shlex.join(remote_script(launch, str(request.folder), request.programs))
         by_host[host] = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", host, remote)
     return by_host
@@ -90,13 +92,12 @@ def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> in
         if (counted and not retries) or (not counted and code not in AGAIN):
             return code
         retries -= counted
-        why = (
-            f"{', '.join(session.unreachable)} could not be reached"
-            if session.unreachable
-            else f"it ended with exit code {code}"
-        )
+        why = f"it ended with exit code {code}"
+        if session.unreachable:
+            why = f"{', '.join(session.unreachable)} could not be reached"
         write(f"{_OURS}restarting the job: {why}\n")
-        time.sleep(_BETWEEN_TRIES if session.unreachable else 0)
+        if session.unreachable:
+            time.sleep(_BETWEEN_TRIES)
 
 
 class _Session:

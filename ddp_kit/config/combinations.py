@@ -117,12 +117,13 @@ def problems(config: BaseModel) -> Iterator[tuple[str, str]]:
     """Yield a message, and what to do instead, for each rule that the settings violate."""
     for rule in EXCLUDES:
         if rule.other not in (UPDATES, CLOSURE) and _holds(config, rule.setting) and _holds(config, rule.other):
-            yield _not_supported(config, rule, _shown(config, rule.other)), rule.instead
+            yield _not_supported(config, rule, _setting_with_value(config, rule.other)), rule.instead
     for rule in NEEDS:
         if _holds(config, rule.setting) and not _holds(config, rule.other):
-            name, _, value = rule.other.partition(" = ")
-            needed = f"{name} = {value!r}, but {_shown(config, name)}" if value else name
-            yield f"{_shown(config, rule.setting)} needs {needed}{_clause(rule)}", rule.instead
+            needed, _, value = rule.other.partition(" = ")
+            if value:
+                needed += f" = {value!r}, but {_setting_with_value(config, needed)}"
+            yield f"{_setting_with_value(config, rule.setting)} needs {needed}{_clause(rule)}", rule.instead
 
 
 def check_with(config: BaseModel, extra: str, shown: str) -> None:
@@ -136,11 +137,11 @@ def check_with(config: BaseModel, extra: str, shown: str) -> None:
 
 
 def _not_supported(config: BaseModel, rule: Rule, other: str) -> str:
-    return f"{_shown(config, rule.setting)} is not supported with {other}{_clause(rule)}"
+    return f"{_setting_with_value(config, rule.setting)} is not supported with {other}{_clause(rule)}"
 
 
 def _clause(rule: Rule) -> str:
-    return f", {rule.why}" if rule.why else ""
+    return rule.why and f", {rule.why}"
 
 
 def _holds(config: BaseModel, condition: str) -> bool:
@@ -152,7 +153,7 @@ def _holds(config: BaseModel, condition: str) -> bool:
     return value is not None if default is None else bool(value != default)
 
 
-def _shown(config: BaseModel, condition: str) -> str:
+def _setting_with_value(config: BaseModel, condition: str) -> str:
     """The setting of a condition with its value; without it if the value is an object, such as a sampler."""
     name = condition.partition(" = ")[0]
     value, _ = _value_and_default(config, name)

@@ -33,7 +33,7 @@ from ddp_kit import __version__
 from ddp_kit.config import combinations
 from ddp_kit.env import rank_for_messages, rehearsal_folder
 from ddp_kit.errors import ConfigError, nearest
-from ddp_kit.texts import kind_of
+from ddp_kit.texts import kind_of, plural
 from ddp_kit.uncaught import show_without_traceback
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ _SETTINGS = "\n\nSettings, with their defaults:\n"
 
 def _group(field: FieldInfo | None) -> type[BaseModel] | None:
     """The class of a group of settings, such as `data`; None for a single setting."""
-    kind = None if field is None else field.annotation
+    kind = getattr(field, "annotation", None)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
@@ -476,8 +476,7 @@ class ProfileConfig(_Settings):
     )
     dir: Path = Field(
         default=Path("profile"),
-        description="Folder for traces, lists of the largest GPU allocations, and memory snapshots that are taken "
-        "when a GPU runs out of memory.",
+        description="Folder for traces, and memory snapshots that are taken when a GPU runs out of memory.",
     )
 
     @field_validator("steps")
@@ -605,7 +604,8 @@ class TrainerConfig(_Settings):
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         """Raise `ConfigError` for settings that cannot be combined."""
-        if problems := tuple(f"{message}: {instead}" for message, instead in combinations.problems(self)):
+        problems = tuple(f"{message}: {instead}" for message, instead in combinations.problems(self))
+        if problems:
             raise _config_error("TrainerConfig", problems)
         return self
 
@@ -788,7 +788,9 @@ def _parsed(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return text if isinstance(value, date) else None if value == "None" else value
+    if isinstance(value, date):
+        return text
+    return None if value == "None" else value
 
 
 def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -806,12 +808,10 @@ def _flattened(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 def _config_error(owner: str, problems: tuple[str, ...]) -> ConfigError:
     them = "it" if len(problems) == 1 else "them"
     return ConfigError(
-        f"{owner} has {_count(problems)}:", f"correct {them} and start again; training has not started", problems
+        f"{owner} has {plural(len(problems), 'problem')}:",
+        f"correct {them} and start again; training has not started",
+        problems,
     )
-
-
-def _count(problems: Sequence[str]) -> str:
-    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
 def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[str]:
@@ -820,8 +820,8 @@ def _problems(owner: type[BaseModel], errors: list[ErrorDetails]) -> Iterator[st
     for error in errors:
         inner = error.get("ctx", {}).get("error")
         if isinstance(inner, ConfigError):  # raised by a group of settings, or by the check of combinations
-            prefix = f"{error['loc'][0]}." if error["loc"] else ""
-            yield from (f"{prefix}{problem}" for problem in inner.problems)
+            group = [*map(str, error["loc"][:1])]
+            yield from (".".join([*group, problem]) for problem in inner.problems)
             continue
         # Members of a union report one error each, under the same field: one sentence covers them.
         path = _field_path(owner, error["loc"])
@@ -844,16 +844,17 @@ def _field_path(owner: type[BaseModel], location: tuple[int | str, ...]) -> tupl
 
 
 def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorDetails]) -> str:
-    name, value = ".".join(path), errors[0]["input"]
+    name = ".".join(path)
+    value = errors[0]["input"]
     raised = [error for error in errors if error["type"] == "value_error"]  # by our own validators
     if not path:  # by a validator of several settings together
         return str(raised[0]["ctx"]["error"])
     if errors[0]["type"] == "extra_forbidden":
-        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(owner, path)}"
+        return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
     if raised:
         return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
     if _group(_field(owner, path)):
-        return f"{name} = {_shown(value)}: this is a group of settings; use {name}={_group_with(name, value)}"
+        return f"{name} = {_short_repr(value)}: this is a group of settings; use {name}={_group_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))
     return f"{name} = {value!r}: must be {' or '.join(allowed)}; nearest: {_nearest_value(owner, path, errors)}"
 
@@ -890,25 +891,6 @@ _EXAMPLES = {
     "MemoryConfig": 'activation_checkpointing="blocks"',
     "ProfileConfig": "steps=(10, 12)",
 }
-# Settings that had another name up to version 0.1.
-_RENAMED = {
-    "checkpoint.keep_best": "checkpoint.best_metric",
-    "checkpoint.background": 'checkpoint.save ("blocking", "background" or "overlapped")',
-    "checkpoint.overlap": 'checkpoint.save ("blocking", "background" or "overlapped")',
-    "memory.checkpointing": "memory.activation_checkpointing",
-    "memory.offload_optimizer": 'memory.offload ("optimizer")',
-    "memory.offload_parameters": 'memory.offload ("all")',
-    "parallel.optimizer": 'parallel.strategy ("zero1")',
-    "parallel.shard_optimizer": 'parallel.strategy ("zero1")',
-    "parallel.stages": "parallel.pipeline_stages",
-    "parallel.schedule": "parallel.pipeline_schedule",
-    "parallel.units": "parallel.fsdp_units",
-    "parallel.reshard": "parallel.reshard_after_forward",
-    "eval_every": "eval_every_steps",
-    "log_every": "log_every_steps",
-    "sanity": "sanity_check",
-    "non_finite": "non_finite_gradients",
-}
 _LONGEST_VALUE = 80
 
 
@@ -922,10 +904,10 @@ def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
             owner = function.__qualname__.removesuffix(".__init__")
             show_without_traceback(rank_for_messages())
             raise ConfigError(
-                f"{owner}(...) has {_count(unknown)}:",
+                f"{owner}(...) has {plural(len(unknown), 'problem')}:",
                 f"the arguments are {', '.join(known[1:])}; pass settings to the Trainer as config=TrainerConfig(...)",
                 tuple(
-                    f"{name} = {_shown(named[name])}: there is no such argument; "
+                    f"{name} = {_short_repr(named[name])}: there is no such argument; "
                     f"{_nearest_argument(name, named[name], known[1:])}"
                     for name in unknown
                 ),
@@ -940,19 +922,17 @@ def _nearest_argument(name: str, value: object, known: list[str]) -> str:
     from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     if name in TrainerConfig.model_fields:
-        return f"it is a setting: TrainerConfig({name}={_shown(value)})"
-    close = nearest(name, known) if equivalent(name) is None else None
-    return f"did you mean {close}?" if close else _nearest_setting(TrainerConfig, (name,))
+        return f"it is a setting: TrainerConfig({name}={_short_repr(value)})"
+    if equivalent(name) is None and (close := nearest(name, known)):
+        return f"did you mean {close}?"
+    return _nearest_setting((name,))
 
 
-def _nearest_setting(owner: type[BaseModel], path: tuple[str, ...]) -> str:
+def _nearest_setting(path: tuple[str, ...]) -> str:
     """The replacement for an unknown setting, as text: the setting whose full name or last part is most similar."""
     from ddp_kit.config.other_frameworks import equivalent  # imported only if a name is unknown
 
     typed = ".".join(path)
-    within = [f"{name}." for name, field in TrainerConfig.model_fields.items() if field.annotation is owner]
-    if (renamed := _RENAMED.get("".join(within) + typed)) is not None:
-        return f"it is now called {renamed}"
     if (known := equivalent(path[-1])) is not None:
         return known
     names = list(_setting_names(TrainerConfig))
@@ -971,7 +951,7 @@ def _setting_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else kind_of(value)
 
@@ -981,13 +961,11 @@ def _group_with(name: str, value: object) -> str:
     if name == "parallel":
         return '"fsdp"'
     setting, _, example = _EXAMPLES[f"{name.capitalize()}Config"].partition("=")
-    likely = {
-        "checkpoint": isinstance(value, str | Path),
-        "data": isinstance(value, int) and not isinstance(value, bool),
-        "profile": isinstance(value, list | tuple | range) and len(value) == 2,
-    }
-    if likely.get(name):
-        example = f'"{value}"' if name == "checkpoint" else repr(value)
+    match name, value:
+        case "checkpoint", str() | Path():
+            example = f'"{value}"'
+        case ("data", int()) | ("profile", [_, _]) if value is not True and value is not False:
+            example = repr(value)
     return f'{{"{setting}": {example}}}'
 
 
@@ -999,7 +977,9 @@ def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[E
         if error["type"] == "literal_error":
             choices = [text.strip("'") for text in context["expected"].replace(" or ", ", ").split(", ")]
             text = str(value).removeprefix("torch.")
-            close = choices[0] if value is True else _SYNONYMS.get(text.lower()) or nearest(text, choices)
+            if value is True:
+                return repr(choices[0])
+            close = _SYNONYMS.get(text.lower()) or nearest(text, choices)
             if close in choices:
                 return repr(close)
         if "ge" in context:
@@ -1008,8 +988,8 @@ def _nearest_value(owner: type[BaseModel], path: tuple[str, ...], errors: list[E
             return str(context["lt"] - 1)
         if error["type"] == "int_from_float":
             return str(max(1, round(value)))
-    field = _field(owner, path)
-    return repr(field.get_default()) if field.get_default() is not None else "None (off)"
+    default = _field(owner, path).get_default()
+    return "None (off)" if default is None else repr(default)
 
 
 def _field(owner: type[BaseModel], path: tuple[str, ...]) -> Any:

@@ -122,7 +122,7 @@ class ProfileSettings(TypedDict, total=False):
     ranks: tuple[int, ...] | list[int] | None
     """The ranks that record; None: all."""
     dir: str | Path
-    """Folder for traces, lists of the largest GPU allocations, and memory snapshots that are taken when a GPU runs out of memory."""
+    """Folder for traces, and memory snapshots that are taken when a GPU runs out of memory."""
 
 
 class TrainerSettings(TypedDict, total=False):

@@ -3,7 +3,7 @@
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from ddp_kit.distributed.world import World, random_states_kept, seed_pass
 from ddp_kit.errors import DataError
 from ddp_kit.log import logger
+from ddp_kit.structures import tensors_in
 from ddp_kit.torch_internals import pytree
 
 # --- Transforms on the device -----------------------------------------------------------------------------------------
@@ -51,7 +52,8 @@ class DeviceTransform:
     def __call__(self, batch: Any) -> Any:
         if type(batch) is Partial:
             return Partial(batch.samples, self(batch.batch))
-        number, self._number = self._number, self._number + 1
+        number = self._number
+        self._number += 1
         with random_states_kept(self._world):
             if not isinstance(batch, Keyed):
                 seed_pass(self._world, *self._seeds, number)
@@ -59,11 +61,11 @@ class DeviceTransform:
             samples = []
             for place, key in enumerate(batch.keys):
                 seed_pass(self._world, self._seed, *key)
-                samples.append(self._function(_sample(batch.batch, place)))
+                samples.append(self._function(_one_sample(batch.batch, place)))
             return _joined(samples)
 
 
-def _sample(batch: Any, place: int) -> Any:
+def _one_sample(batch: Any, place: int) -> Any:
     """The sample at index `place` of a batch, as a batch of size 1."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf[place : place + 1] if leaf.dim() else leaf, batch)
 
@@ -76,10 +78,10 @@ def _joined(samples: list[Any]) -> Any:
             "data.device_transform returned results with different structures for the samples of one batch",
             "return the same structure for each sample, or set data.seed_samples=False",
         )
-    return pytree.tree_unflatten([_whole(values) for values in zip(*leaves, strict=True)], forms[0])
+    return pytree.tree_unflatten([_concatenated(values) for values in zip(*leaves, strict=True)], forms[0])
 
 
-def _whole(parts: Sequence[Any]) -> Any:
+def _concatenated(parts: Sequence[Any]) -> Any:
     first = parts[0]
     return torch.cat([*parts]) if isinstance(first, Tensor) and first.dim() else first
 
@@ -101,7 +103,9 @@ class Partial(NamedTuple):
 
 def unpacked(samples: int, batch: Any) -> tuple[int, Any]:
     """(number of samples, batch) of a batch of `samples` requested samples; `batch` may be a `Partial`."""
-    return (batch.samples, batch.batch) if type(batch) is Partial else (samples, batch)
+    if type(batch) is Partial:
+        return batch.samples, batch.batch
+    return samples, batch
 
 
 @cache
@@ -113,25 +117,10 @@ def warn_about_left_out_samples() -> None:
     )
 
 
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, also within mappings, lists, tuples and dataclasses."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from tensors_in(value)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from tensors_in(getattr(batch, field.name, None))
-
-
 # --- Collation --------------------------------------------------------------------------------------------------------
 
 
-_SHOWN = 4  # differing samples in a message
+_MAX_EXAMPLES = 4  # differing samples in a message
 _NONE = "NoneType"  # the description of a part that is None
 
 
@@ -162,7 +151,9 @@ class Collate:
 
         `keys`: the key of each sample, to return a `Keyed` batch; None: return the batch only.
         """
-        number = len(samples) if isinstance(samples, list) else requested
+        number = requested
+        if isinstance(samples, list):
+            number = len(samples)
         if self.function is None:
             batch = _default_batch(samples)
             if type(batch) is Uncollated:
@@ -205,9 +196,11 @@ def identity_collate(batch: Any) -> Any:
 
 def data_error(batch: Uncollated, keys: Sequence[Any] | None) -> DataError:
     """The error for samples that cannot be collated. `keys`: the keys of the samples, if known."""
+    names = [f"item {number} of the batch" for number in range(len(batch.kinds))]
+    if keys:
+        names = [f"sample {key}" for key in keys]
     if _NONE in batch.kinds:
-        number = batch.kinds.index(_NONE)
-        sample = f"sample {keys[number]}" if keys else f"item {number} of the batch"
+        sample = names[batch.kinds.index(_NONE)]
         if not batch.where:
             return DataError(
                 f"data: the dataset returned None for {sample}",
@@ -225,14 +218,13 @@ def data_error(batch: Uncollated, keys: Sequence[Any] | None) -> DataError:
             "return tensors, numpy arrays, numbers, strings, or tuples, lists and dicts of them from __getitem__; "
             'or set data={"collate_fn": ...} to a function that creates the batch',
         )
-    first = {kind: number for number, kind in reversed([*enumerate(batch.kinds)])}
-    text = ", ".join(
-        f"{kind} in {f'sample {keys[number]}' if keys else f'item {number} of the batch'}"
-        for kind, number in sorted(first.items(), key=lambda item: item[1])[:_SHOWN]
-    )
+    kinds = [*dict.fromkeys(batch.kinds)]
+    examples = [f"{kind} in {names[batch.kinds.index(kind)]}" for kind in kinds[:_MAX_EXAMPLES]]
+    if len(kinds) > _MAX_EXAMPLES:
+        examples.append("...")
     part = f" at {batch.where}" if batch.where else ""
     return DataError(
-        f"data: the samples of a batch differ{part}: {text}{', ...' if len(first) > _SHOWN else ''}",
+        f"data: the samples of a batch differ{part}: {', '.join(examples)}",
         'set data={"collate_fn": ...} to a function that pads them to the same size, for example with '
         "torch.nn.utils.rnn.pad_sequence; or return samples of the same size from __getitem__",
     )
@@ -253,18 +245,19 @@ def _difference(samples: Sequence[Any]) -> tuple[str, tuple[str, ...]]:
 
 def _parts(sample: Any, where: str = "") -> Iterator[tuple[str, str]]:
     """Yield (path, description) for each part of a sample, outer parts first, for comparison with other samples."""
+    inner: Iterable[tuple[Any, Any]] = ()
+    kind = type(sample).__name__
     if hasattr(sample, "shape"):
-        yield where, f"shape {tuple(sample.shape)}"
+        kind = f"shape {tuple(sample.shape)}"
     elif isinstance(sample, Mapping):
-        yield where, f"keys {', '.join(map(repr, sample))}"
-        for name, value in sample.items():
-            yield from _parts(value, f"{where}[{name!r}]")
+        kind = f"keys {', '.join(map(repr, sample))}"
+        inner = sample.items()
     elif isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
-        yield where, f"length {len(sample)}"
-        for number, value in enumerate(sample):
-            yield from _parts(value, f"{where}[{number}]")
-    else:
-        yield where, type(sample).__name__
+        kind = f"length {len(sample)}"
+        inner = enumerate(sample)
+    yield where, kind
+    for key, value in inner:
+        yield from _parts(value, f"{where}[{key!r}]")
 
 
 # --- DataLoader errors ------------------------------------------------------------------------------------------------
@@ -333,24 +326,29 @@ def _keys(loader: Any, number: int) -> list[Any] | None:
 
 def _worker_error(error: RuntimeError, batches: Iterator[Any]) -> DataError | None:
     """A `DataError` that names the DataLoader worker that failed or timed out; None for any other error."""
-    workers, text = getattr(batches, "_workers", []), str(error)
+    text = str(error)
     named = None
     if text.startswith("DataLoader timed out"):
-        tasks, due = getattr(batches, "_task_info", {}), getattr(batches, "_rcvd_idx", None)
-        late = tasks.get(due, (None,))[0]
+        tasks = getattr(batches, "_task_info", {})
+        late = tasks.get(getattr(batches, "_rcvd_idx", None), (None,))[0]
         named = DataError(
             f"data: DataLoader worker {late} sent no batch within the timeout: {text}",
             "find out what __getitem__ waits for, or increase data.timeout",
         )
     else:
+        workers = getattr(batches, "_workers", [])
         for number, worker in enumerate(workers):
             if not worker.is_alive() and worker.exitcode:
-                how = f"signal {-worker.exitcode}" if worker.exitcode < 0 else f"exit code {worker.exitcode}"
+                how = f"exit code {worker.exitcode}"
+                hint = "the worker's error is printed above; set data.num_workers=0 to get it with its traceback"
+                if worker.exitcode < 0:
+                    how = f"signal {-worker.exitcode}"
+                    hint = (
+                        "signal 9 usually means that the host ran out of memory: reduce data.num_workers or the sample "
+                        "size"
+                    )
                 named = DataError(
-                    f"data: DataLoader worker {number} (pid {worker.pid}) of {len(workers)} ended with {how}",
-                    "signal 9 usually means that the host ran out of memory: reduce data.num_workers or the sample size"
-                    if worker.exitcode < 0
-                    else "the worker's error is printed above; set data.num_workers=0 to get it with its traceback",
+                    f"data: DataLoader worker {number} (pid {worker.pid}) of {len(workers)} ended with {how}", hint
                 )
     if named is not None:
         named.only_this_rank = True

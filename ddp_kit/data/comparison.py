@@ -1,12 +1,10 @@
-"""Comparison of datasets between ranks: properties of each dataset, and a few of its samples."""
+"""Comparison of datasets: between ranks, by properties and a few samples; and with those of an interrupted epoch."""
 
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,9 +13,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import checked_batches, identity_collate
-from ddp_kit.data.loading import expose_user_dataset, loader_options
+from ddp_kit.data.loading import expose_user_dataset, fetch_samples, loader_options, unwrapped
+from ddp_kit.data.source import dataset_and_loader
 from ddp_kit.distributed.consistency import Difference, Facts, minority, which_differ
 from ddp_kit.distributed.world import World, gathered, mixed_seed, random_states_kept, seed_generators
+from ddp_kit.errors import DataError
+from ddp_kit.log import logger
+from ddp_kit.structures import UNKNOWN_DIGEST, digest_of_value
+from ddp_kit.texts import plural
 
 # Length, type, batching and a few samples are compared. Each rank uses its share of the same indices: if datasets
 # differed in their order or in the split between training and evaluation, samples would silently be skipped, trained on
@@ -28,7 +31,6 @@ _PLAIN_SAMPLES = 16
 """The number of samples to compare if they are tensors or lists in memory, which are cheap to read."""
 _MAX_SECONDS = 2.0
 """The time limit for fetching a dataset's samples; the remaining samples are not compared."""
-_UNKNOWN = -1
 _REPEATS = 2
 """The number of times that a differing sample is fetched again, to find out whether it is nondeterministic."""
 
@@ -40,8 +42,7 @@ def facts_of_data(data: Mapping[str, object]) -> Facts:
     """
     facts: Facts = {}
     for role, source in data.items():
-        loader = source if isinstance(source, DataLoader) else None
-        dataset = source if loader is None else loader.dataset
+        dataset, loader = dataset_and_loader(source)
         facts[f"the kind of {role}"] = f"{type(source).__name__} {_dataset_kind(dataset)}"
         facts[f"the number of samples in {role}"] = _length(dataset)
         facts[f"the indices of the Subset {role}"] = repr(subset_indices(dataset))
@@ -59,6 +60,41 @@ def subset_indices(dataset: object) -> list[list[Any]]:
         indices.append([*dataset.indices])
         dataset = dataset.dataset
     return indices
+
+
+RANKS = "the number of ranks"
+"""The name of a fact about streams. If a run resumes with a different number, it logs a warning and continues."""
+_PER_RANK = ("the micro-batch", "data.num_workers")
+"""Names of facts about streams that may differ after a resume if the number of ranks has changed."""
+
+
+def check_same_samples(before: Facts, now: Facts, epoch: int, steps: int) -> None:
+    """Raise `DataError` if a run that resumes within an epoch would continue with different samples.
+
+    `before`, `now`: facts that determine the samples of each step. `steps`: the number of steps done in the epoch.
+    """
+    if RANKS in now and before.get(RANKS, now[RANKS]) != now[RANKS]:
+        logger.warning(
+            "epoch {} was started with {} and resumes with {}: each rank skips the part of its own stream "
+            "before this step, so samples of this epoch may be left out or used twice, depending on how the "
+            "dataset divides them among the ranks",
+            epoch + 1,
+            plural(int(before[RANKS]), "rank"),
+            now[RANKS],
+        )
+        before = {name: value for name, value in before.items() if name not in _PER_RANK}
+    differ = [
+        f"{name} was {old} and is now {now.get(name)}"
+        for name, old in before.items()
+        if name != RANKS and old != now.get(name)
+    ]
+    if differ:
+        raise DataError(
+            f"the run resumes after {steps} steps of epoch {epoch + 1}, but the next steps "
+            f"would use different samples than before: {'; '.join(differ)}",
+            "resume with the same data and settings; they may change from the next epoch on. To start from step 0, "
+            "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
+        )
 
 
 class SampleComparison:
@@ -79,16 +115,15 @@ class SampleComparison:
     def compare(self, data: Mapping[str, object]) -> None:
         """Raise `DataError` if samples differ between ranks. A collective: `data` has the same keys everywhere."""
         for role, source in data.items():
-            loader = source if isinstance(source, DataLoader) else None
-            dataset = source if loader is None else loader.dataset
+            dataset, loader = dataset_and_loader(source)
             keys = self._keys(dataset)
             if not keys:
                 continue
             table = gathered(self._world, self._digests(dataset, keys, loader))
-            columns = [{*column} - {_UNKNOWN} for column in zip(*table, strict=True)]
+            columns = [{*column} - {UNKNOWN_DIGEST} for column in zip(*table, strict=True)]
             differ = [number for number, digests in enumerate(columns) if len(digests) > 1]
             if differ and self._repeat(dataset, [keys[number] for number in differ], table, differ, loader):
-                first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != _UNKNOWN}
+                first = {rank: row[differ[0]] for rank, row in enumerate(table) if row[differ[0]] != UNKNOWN_DIGEST}
                 difference = Difference(f"sample {keys[differ[0]]} of {role}: {which_differ(first)}", minority(first))
                 raise difference.error(
                     self._world,
@@ -101,8 +136,9 @@ class SampleComparison:
 
     def _keys(self, dataset: object) -> list[int]:
         """Indices evenly spread over the dataset, including the first and the last."""
-        asked = self._config.compare_items
-        wanted = _PLAIN_SAMPLES if asked and _in_memory(dataset) else asked
+        wanted = self._config.compare_items
+        if wanted and _in_memory(dataset):
+            wanted = _PLAIN_SAMPLES
         length = _length(dataset)
         count = min(wanted, length)
         return [number * (length - 1) // max(1, count - 1) for number in range(count)]
@@ -128,12 +164,12 @@ class SampleComparison:
         before = [table[self._world.rank][number] for number in numbers]
         # Repeat in one call, and so in one process: a new DataLoader worker may repeat the last one's random numbers.
         repeated = self._fetch(dataset, [*keys] * _REPEATS, loader)
-        equal = all(new in (_UNKNOWN, old) for new, old in zip(repeated, before * _REPEATS, strict=True))
+        equal = all(new in (UNKNOWN_DIGEST, old) for new, old in zip(repeated, before * _REPEATS, strict=True))
         return all(on_rank for (on_rank,) in gathered(self._world, [equal]))
 
     def _fetch(self, dataset: Any, keys: Sequence[int], loader: "DataLoader[Any] | None") -> list[int]:
-        """The digest of each sample; `_UNKNOWN` if a sample has no digest or was not fetched within the time limit."""
-        digests = [_UNKNOWN] * len(keys)
+        """The digest of each sample; `UNKNOWN_DIGEST` for samples without one, and after the time limit."""
+        digests = [UNKNOWN_DIGEST] * len(keys)
         began = time.perf_counter()
         for number, digest in enumerate(self._arriving(_Digests(dataset, self._seed), keys, loader)):
             digests[number] = digest
@@ -167,60 +203,20 @@ class _Digests(Dataset[int]):
     def __getitem__(self, key: int) -> int:
         seed_generators(mixed_seed(self._seed, key))
         try:
-            several = getattr(self.dataset, "__getitems__", None)
-            return digest_of_sample(several([key])[0] if callable(several) else self.dataset[key])
+            return digest_of_value(fetch_samples(self.dataset, [key])[0])
         except Exception:  # the dataset has other keys, or training will raise the same error
-            return _UNKNOWN
-
-
-def digest_of_sample(sample: object) -> int:
-    """A hash of a sample's tensors, arrays, numbers and strings; `_UNKNOWN` if it contains none of these."""
-    digest = blake2b(digest_size=7)
-    known = 0
-    for content in _contents(sample):
-        digest.update(content)
-        known += 1
-    return int.from_bytes(digest.digest()) if known else _UNKNOWN
-
-
-def _contents(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of each tensor, array, number and string in a sample, with dtypes, shapes and keys."""
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_quantized:
-            dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            yield f"{dense.dtype} {tuple(dense.shape)}".encode()
-            yield dense.reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, str | bytes | int | float | complex):
-        yield repr(value).encode()
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield repr(key).encode()
-            yield from _contents(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _contents(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _contents(getattr(value, field.name, None))
-    elif hasattr(value, "__array_interface__"):  # numpy arrays and PIL images
-        import numpy as np
-
-        array = np.asarray(value)
-        if not array.dtype.hasobject:  # object arrays contain addresses
-            yield f"{array.dtype} {array.shape}".encode()
-            yield array.tobytes()
+            return UNKNOWN_DIGEST
 
 
 def _in_memory(dataset: Any) -> bool:
     """Whether all samples are in memory, so that reading a sample runs no user code."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) in (TensorDataset, Tensor, list, tuple)
+    _, inner = unwrapped(dataset)
+    return type(inner) in (TensorDataset, Tensor, list, tuple)
 
 
 def _dataset_kind(dataset: object) -> str:
-    inner = f" of {_dataset_kind(dataset.dataset)}" if isinstance(dataset, Subset) else ""
-    return type(dataset).__name__ + inner
+    kind = type(dataset).__name__
+    return f"{kind} of {_dataset_kind(dataset.dataset)}" if isinstance(dataset, Subset) else kind
 
 
 def _length(dataset: object) -> int:

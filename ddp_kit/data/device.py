@@ -49,10 +49,12 @@ def on_device(
         for batch in batches:
             fetched()
             plain = type(batch) in (list, tuple) and all(type(leaf) is Tensor and leaf.is_cpu for leaf in batch)
-            arrived = batch if stays and plain else each_leaf(move, batch)
-            arrived = arrived if transform is None else transform(arrived)
+            if not (stays and plain):
+                batch = each_leaf(move, batch)
+            if transform is not None:
+                batch = transform(batch)
             moved()
-            yield arrived
+            yield batch
         return
     stream = _copy_stream(device)
     waiting: deque[tuple[Any, torch.cuda.Event]] = deque()
@@ -61,7 +63,9 @@ def on_device(
             each_leaf(partial(_hand_over, stream=stream), batch)
         with torch.cuda.stream(stream):
             copied = _ahead(batch, device, dtype)
-            waiting.append((copied if transform is None else transform(copied), stream.record_event()))
+            if transform is not None:
+                copied = transform(copied)
+            waiting.append((copied, stream.record_event()))
         if len(waiting) > ahead:
             fetched()
             arrived = _arrived(*waiting.popleft(), device, dtype)
@@ -89,8 +93,9 @@ def _ahead(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """
 
     def move_dense(leaf: Any) -> Any:
-        dense = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested
-        return _moved(leaf, device, dtype) if dense else leaf
+        if isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested:
+            return _moved(leaf, device, dtype)
+        return leaf
 
     return each_leaf(move_dense, batch)
 
@@ -100,16 +105,19 @@ def _moved(leaf: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         # The copy is asynchronous only from pinned memory.
         copied = leaf.to(device, non_blocking=True)
         # Convert in a second call, on the device: in one call torch would convert on the host, into pageable memory.
-        return copied if dtype is None else _converted(copied, dtype)
+        return _converted(copied, dtype)
     if not hasattr(leaf, "to") or isinstance(leaf, type):
         return leaf
     moved = leaf.to(device)
-    # Not by its own `to`, which would convert integers too.
-    return moved if dtype is None else each_value(partial(_converted, dtype=dtype), moved)
+    if dtype is None:
+        return moved
+    return each_value(partial(_converted, dtype=dtype), moved)  # not by its own `to`, which would convert integers too
 
 
-def _converted(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def _converted(leaf: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.to(dtype)
 
 
 def _hand_over(leaf: Any, stream: torch.cuda.Stream) -> Any:

@@ -14,18 +14,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import DeviceTransform, unpacked
-from ddp_kit.data.comparison import subset_indices
+from ddp_kit.data.comparison import RANKS, subset_indices
 from ddp_kit.data.device import on_device
-from ddp_kit.data.loader_batches import LoaderBatches, bytes_of_tensors, iterates_itself, loader_batches
+from ddp_kit.data.loader_batches import LoaderBatches, iterates_itself, loader_batches
 from ddp_kit.data.loading import build_loader
 from ddp_kit.data.sampler import (
     BatchPlan,
-    DividedTrainBatches,
-    EvalBatches,
-    ExactDistributedSampler,
-    TrainBatches,
-    UserEvalBatches,
-    UserTrainBatches,
+    Epochs,
+    RankBatches,
+    passes_of,
     split,
 )
 from ddp_kit.data.source import (
@@ -34,6 +31,7 @@ from ddp_kit.data.source import (
     DatasetEpoch,
     batching,
     check_batch_size,
+    dataset_and_loader,
     open_data,
     parts_with_state,
     train_batching,
@@ -43,16 +41,11 @@ from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
 from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed, random_states_kept
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.log import logger
-from ddp_kit.structures import with_copied_containers
+from ddp_kit.structures import UNKNOWN_DIGEST, digest_of_value, tensors_in, with_copied_containers
 
 # --- Feeds ------------------------------------------------------------------------------------------------------------
 # Training data, one optimizer step at a time, from a dataset with a length or from a stream.
 
-
-RANKS = "the number of ranks"
-"""The name of a fact about streams. If a run resumes with a different number, it logs a warning and continues."""
-PER_RANK = ("the micro-batch", "data.num_workers")
-"""Names of facts about streams that may differ after a resume if the number of ranks has changed."""
 
 Mover = Callable[[Iterable[Any]], Iterator[Any]]
 """A function that moves a loader's batches to the device."""
@@ -162,12 +155,13 @@ class MapFeed:
     def __init__(
         self,
         loader: Iterable[Any],
-        batches: TrainBatches | UserTrainBatches,
+        batches: RankBatches,
         move: EpochMover,
         facts: Callable[[], Facts],
         dataset_epoch: DatasetEpoch,
         check: Callable[[], None],
         filler_batch: Callable[[], Any] | None = None,
+        division: str = "",
     ) -> None:
         """`batches`: a batch sampler that is positioned at the start of the first epoch.
 
@@ -181,7 +175,7 @@ class MapFeed:
         self._filler_batch = filler_batch
         self._left = 0  # remaining passes of the step that have samples
         self._last: Any = None  # a copy of the last batch, for passes with zero weight
-        self.division = batches.division
+        self.division = division
         self._facts = facts
         self._loader = loader
         self._batches = batches
@@ -193,7 +187,7 @@ class MapFeed:
         return self._batches.steps
 
     def steps_in(self, epochs: range) -> int:
-        return self._batches.steps_in(epochs)
+        return self._batches.epochs.steps_in(epochs)
 
     def facts(self, epoch: int) -> Facts:
         self._go_to(epoch, 0)
@@ -270,14 +264,14 @@ class StreamFeed:
         data_rank: DataRank,
         first_batch: Callable[[int], list[Any]],
         own: LoaderBatches | None = None,
-        at_least: int | None = None,
+        at_least: int = 1,
     ) -> None:
         self._data_rank = data_rank
         self._first_batch = first_batch
         self._own = own
         self._last: list[Any] = []  # a copy of the last batch, for passes with zero weight
         self._facts = facts
-        self._at_least = at_least or 1
+        self._at_least = at_least
         self._loader = loader
         self._passes = passes
         self._world = world
@@ -322,10 +316,15 @@ class StreamFeed:
     def next(self) -> Share | None:
         self.stream_position = self._reached
         fetched = self._fetch()
-        passes, batches = tuple(samples for samples, _ in fetched), [batch for _, batch in fetched]
-        samples = self._over_all_ranks(sum(passes) if self._data_rank.contributes else 0, dist.ReduceOp.SUM)
+        passes = tuple(samples for samples, _ in fetched)
+        batches = [batch for _, batch in fetched]
+        samples = self._over_all_ranks(sum(passes) * self._data_rank.contributes, dist.ReduceOp.SUM)
         if self._data_rank.equal_passes and samples:
-            passes, batches = self._padded(passes, batches)
+            missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
+            if missing and not self._last:
+                _raise_no_batch()
+            passes += (0,) * missing
+            batches += with_copied_containers(self._last * missing)
         self._waiting = iter(batches)
         if samples < self._at_least and self._begun_at is not None:
             raise self._no_steps_error(samples, self._begun_at)
@@ -342,13 +341,6 @@ class StreamFeed:
 
     def samples_checksum(self) -> None:
         """Return None, because the samples of a stream have no index."""
-
-    def _padded(self, passes: tuple[int, ...], batches: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
-        """Add zero-weight passes until this rank has as many passes as the rank with the most. A collective."""
-        missing = self._over_all_ranks(len(passes), dist.ReduceOp.MAX) - len(passes)
-        if missing and not self._last:
-            _raise_no_batch()
-        return passes + (0,) * missing, batches + with_copied_containers(self._last * missing)
 
     def _no_steps_error(self, samples: int, first_step: int) -> DataError:
         """Create the error for an epoch without steps: the run must stop, because later epochs may also have none."""
@@ -374,16 +366,14 @@ class StreamFeed:
 
         Raises `DataError` if ranks that share a model replica read different samples.
         """
-        bits = bytes_of_tensors(batches)
-        digests: dict[int, set[int]] = {}
-        for data_rank, digest in gathered(self._world, [self._data_rank.rank, digest_of(bits)]):
-            digests.setdefault(data_rank, set()).add(digest)
-        if any(len(of_replica) > 1 for of_replica in digests.values()):
+        own = digest_of_value([*tensors_in(batches)])
+        everyone = gathered(self._world, [self._data_rank.rank, own])
+        if len({*map(tuple, everyone)}) > len({data_rank for data_rank, _ in everyone}):
             raise DataError(
                 "ranks that share one replica of the model read different samples from their streams",
                 "divide the stream by trainer.data_rank and trainer.data_ranks, not by the rank of the process",
             )
-        if bits and len(digests) > 1 and len(set.union(*digests.values())) == 1:
+        if own != UNKNOWN_DIGEST and self._data_rank.ranks > 1 and len({digest for _, digest in everyone}) == 1:
             logger.warning(
                 "all {} ranks read the same samples from their streams: divide the samples in the dataset's __iter__, "
                 "for example with islice(samples, rank, None, world_size), and also among DataLoader workers "
@@ -437,8 +427,8 @@ def loader_batch_size(data: Data, config: TrainerConfig) -> int | None:
     """The batch size of the user's DataLoader; None without a DataLoader, or if the configuration sets a batch size."""
     if config.global_batch_size or config.micro_batch_size or config.reference_batch_size:
         return None
-    options = batching(data) if isinstance(data, DataLoader) else None  # also if a BatchSampler has the size
-    return None if options is None else options.size
+    _, loader = dataset_and_loader(data)
+    return batching(loader).size  # also if a BatchSampler has the size
 
 
 @dataclass(frozen=True)
@@ -461,13 +451,14 @@ class FeedBuilder:
     moved: Callable[[], None]
     """A function that is called when a training batch is on the device."""
 
-    @property
-    def _reader(self) -> World:
+    def _reader(self, own: LoaderBatches | None = None) -> World:
         """The world for reading data: a copy of `world` with the rank and number of ranks of `data_rank`.
 
-        Ranks that read the same samples then draw the same random numbers.
+        Ranks that read the same samples then draw the same random numbers. `own`: the batches to read, if a DataLoader
+        that iterates in its own way makes them.
         """
-        return replace(self.world, rank=self.data_rank.rank, world_size=self.data_rank.ranks)
+        reader = replace(self.world, rank=self.data_rank.rank, world_size=self.data_rank.ranks)
+        return reader if own is None else own.reader(reader)
 
     def train_feed(self, data: Data, step: int, epoch: int) -> Feed:
         """Create the feed of training data, positioned at the start of an epoch.
@@ -477,27 +468,26 @@ class FeedBuilder:
         configuration.
         """
         dataset, template = open_data(data, "train_data")
-        config, world = self.config, self.world
+        config = self.config
+        world = self.world
         options = train_batching(dataset, template, config.data)
         asked = config.global_batch_size is not None or config.micro_batch_size is not None
-        check_batch_size(options, self.plan.micro_batch, asked=asked)
+        if template is not None:
+            check_batch_size(options, self.plan.micro_batch, asked=asked)
         seed = mixed_seed(config.seed, step)
-        own = None
-        if template is not None and iterates_itself(template):
-            own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=False, role="train_data")
-            dataset, template = own, own.as_loader()
+        dataset, template, own = self._own_batches(dataset, template, "train_data", in_order=False)
         if isinstance(dataset, IterableDataset):
             self._check_stream()
             share = split(self.plan.global_batch, self.data_rank.ranks, self.data_rank.rank)
             passes = -(-len(share) // self.plan.micro_batch)
             sizes = [len(split(len(share), passes, number)) for number in range(passes)]
-            reader = self._reader if own is None else own.reader(self._reader)
-            build = partial(build_stream, dataset, sizes, config.data, reader, config.seed, template)
+            build = partial(build_stream, dataset, sizes, config.data, self._reader(own), config.seed, template)
             first_batch = partial(self._first_of_stream, build)
-            full = self.plan.global_batch if config.data.drop_last else None
-            stream, facts = build(record_states=True), self._stream_facts(template)
+            stream = build(record_states=True)
+            facts = self._facts(dataset, template, batching(template))
+            at_least = self.plan.global_batch if config.data.drop_last else 1
             return StreamFeed(
-                stream, len(sizes), world, self._move, facts, self.data_rank, first_batch, own, at_least=full
+                stream, passes, world, self._move, facts, self.data_rank, first_batch, own, at_least=at_least
             )
         if world.is_main and config.checkpoint.dir is not None and (names := parts_with_state(dataset, options)):
             logger.warning(
@@ -508,24 +498,38 @@ class FeedBuilder:
         dataset_epoch = DatasetEpoch(dataset, config.seed)
         dataset_epoch.set(epoch)
         batches = self._train_batches(dataset, options, epoch)
-        if asked and isinstance(batches, TrainBatches) and self.plan.global_batch > len(dataset) and world.is_main:
+        if asked and options.batches is None and self.plan.global_batch > len(dataset) and world.is_main:
             logger.warning(
                 "the global batch is {} samples, but train_data has only {}: each step uses all samples",
                 self.plan.global_batch,
                 len(dataset),
             )
-        epoch_facts = partial(self._map_facts, dataset, options, batches)
-        self._check_epoch(batches, epoch_facts)
+        epoch_facts = partial(self._facts, dataset, template, options, batches.epochs)
+        self._check_epoch(batches, options, epoch_facts)
         transform = config.data.device_transform
         keyed = config.data.seed_samples and transform is not None
         loader = build_loader(
-            dataset, batches, config.data, self._reader, seed, template, keyed=keyed, dataset_epoch=dataset_epoch
+            dataset, batches, config.data, self._reader(), seed, template, keyed=keyed, dataset_epoch=dataset_epoch
         )
         filler_batch = None
         if self.data_rank.equal_passes:
-            filler_batch = lambda: self._read(dataset, batches.filler_batch(), template, transform)[1]  # noqa: E731
-        check = partial(self._check_epoch, batches, epoch_facts, on_host=True)  # the device is still computing steps
-        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch)
+            filler_batch = lambda: self._read(dataset, batches.epochs.first_batch(), template, transform)[1]  # noqa: E731
+        # In host memory, because the device is still computing steps.
+        check = partial(self._check_epoch, batches, options, epoch_facts, on_host=True)
+        division = self._division(options)
+        return MapFeed(loader, batches, self._move, epoch_facts, dataset_epoch, check, filler_batch, division)
+
+    def _own_batches(
+        self, dataset: Any, template: DataLoader[Any] | None, role: str, *, in_order: bool
+    ) -> tuple[Any, DataLoader[Any] | None, LoaderBatches | None]:
+        """Replace a DataLoader that iterates in its own way by this rank's batches of it, which are a stream.
+
+        Returns the dataset, the DataLoader and these batches; the arguments and None for other data.
+        """
+        if template is None or not iterates_itself(template):
+            return dataset, template, None
+        own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=in_order, role=role)
+        return own, own.as_loader(), own
 
     def _first_of_stream(self, build: Callable[[], Stream], epoch: int) -> list[Any]:
         """[the first batch of a stream in an epoch], or []. Random states are kept, as in `_read`."""
@@ -534,46 +538,41 @@ class FeedBuilder:
             stream.set_position(epoch)
             return [batch for _, batch in islice(counted(stream, self._move(epoch, 0)), 1)]
 
-    def _map_facts(self, dataset: Any, options: Batching | None, batches: TrainBatches | UserTrainBatches) -> Facts:
-        """Properties that determine the samples of each step of the current epoch."""
-        config = self.config
-        facts: Facts = {
-            "the setting seed": config.seed,
-            "the number of samples": len(dataset),
-            "drop_last": config.data.drop_last or bool(options and options.drop_last),
-        }
-        if order := batches.fingerprint():
-            configured = options is not None and (
-                options.divided or (options.size is None and options.sampler is not None)
-            )
-            facts[f"the order of the {'configuration' if configured else 'DataLoader'}'s own sampler"] = order
-        chosen = subset_indices(dataset)
-        if chosen:
-            facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
-        if isinstance(batches, UserTrainBatches):
-            kind = type(options.batches).__name__ if options else ""
-            return facts | {"the sampler": kind, "the batches of a step over all ranks": batches.per_step}
-        kind = "in random order" if (options.shuffle if options else config.data.shuffle) else "in the dataset's order"
-        if options is not None and options.sampler is not None:
-            kind = type(options.sampler).__name__
-        return facts | {"the sampler": kind, "the global batch": self.plan.global_batch}
+    def _facts(
+        self, dataset: Any, template: DataLoader[Any] | None, options: Batching, epochs: Epochs | None = None
+    ) -> Facts:
+        """Properties that determine the samples of each step of the current epoch, or those of a stream.
 
-    def _stream_facts(self, template: DataLoader[Any] | None) -> Facts:
-        """Properties that determine which samples of a stream each step gets.
-
-        They must be equal on all ranks, because a checkpoint stores them only once.
+        Those of a stream must be equal on all ranks, because a checkpoint stores them only once.
+        `epochs`: None for a stream.
         """
         config = self.config
-        workers = config.data.num_workers if template is None else template.num_workers
-        facts: Facts = {
-            "the setting seed": config.seed,
-            "the global batch": self.plan.global_batch,
-            "drop_last": config.data.drop_last or (template is not None and template.drop_last),
-            RANKS: self.data_rank.ranks,
-            "data.num_workers": workers or 1,  # the order is the same without workers and with one worker
-        }
-        if workers not in (0, 1) or (template is not None and template.batch_size is None):
-            facts["the micro-batch"] = self.plan.micro_batch
+        facts: Facts = {"the setting seed": config.seed, "drop_last": config.data.drop_last or options.drop_last}
+        if options.batches is None:
+            facts["the global batch"] = self.plan.global_batch
+        else:
+            facts["the batches of a step over all ranks"] = self._per_step(options)
+        if epochs is None:
+            workers = config.data.num_workers
+            makes_batches = False
+            if template is not None:
+                workers = template.num_workers
+                makes_batches = template.batch_size is None
+            facts[RANKS] = self.data_rank.ranks
+            facts["data.num_workers"] = workers or 1  # the order is the same without workers and with one worker
+            if workers not in (0, 1) or makes_batches:
+                facts["the micro-batch"] = self.plan.micro_batch
+            return facts
+        facts["the number of samples"] = len(dataset)
+        if order := epochs.fingerprint():
+            owner = "configuration" if template is None else "DataLoader"
+            facts[f"the order of the {owner}'s own sampler"] = order
+        if chosen := subset_indices(dataset):
+            facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
+        if options.own is not None:
+            facts["the sampler"] = type(options.own).__name__
+        else:
+            facts["the sampler"] = "in random order" if options.shuffle else "in the dataset's order"
         return facts
 
     def trial_batches(self, data: Data, samples: int) -> list[Any]:
@@ -590,12 +589,11 @@ class FeedBuilder:
                 "use a dataset with __getitem__ and __len__, or set micro_batch_size to a number",
             )
         keys = [number % len(dataset) for number in range(samples)]
-        config, world = self.config.data, self.world
+        config = self.config.data
         # Use a DataLoader worker if training does: its workers must not inherit files that the dataset opens here.
-        settings = config.model_copy(update={"num_workers": 1 if config.num_workers else 0, "seed_samples": False})
-        ahead = config.prefetch_batches if world.device.type == "cuda" else 0
-        batches = [keys] * (1 + ahead)
-        loader = build_loader(dataset, batches, settings, world, self.config.seed)
+        settings = config.model_copy(update={"num_workers": int(config.num_workers != 0), "seed_samples": False})
+        ahead = config.prefetch_batches * (self.world.device.type == "cuda")
+        loader = build_loader(dataset, [keys] * (1 + ahead), settings, self.world, self.config.seed)
         moved = self._on_device(loader, self._transform(config.device_transform))
         return [unpacked(samples, batch)[1] for batch in moved]
 
@@ -605,43 +603,44 @@ class FeedBuilder:
         `role`: such as "eval_data", for messages.
         """
         dataset, template = open_data(data, role)
-        options, config = batching(template), self.config
-        size = options.size if options and options.size else self.plan.micro_batch
-        own = None
-        if template is not None and iterates_itself(template):
-            own = loader_batches(template, self.data_rank.rank, self.data_rank.ranks, in_order=True, role=role)
-            dataset, template = own, own.as_loader()
+        config = self.config
+        options = batching(template)
+        size = options.size or self.plan.micro_batch
+        dataset, template, own = self._own_batches(dataset, template, role, in_order=True)
         if isinstance(dataset, IterableDataset):
-            reader = self._reader if own is None else own.reader(self._reader)
-            stream = build_stream(dataset, [size], config.data, reader, config.seed, template)
+            stream = build_stream(dataset, [size], config.data, self._reader(own), config.seed, template)
 
-            def batches_of_stream() -> Iterator[tuple[int, Any]]:
+            if own is None:
+                return EvaluationData(lambda: counted(stream, self._move_to_evaluate), _raise_no_batch)
+
+            def equal_on_all_ranks() -> Iterator[tuple[int, Any]]:
                 arriving = counted(stream, self._move_to_evaluate)
-                if own is None:
-                    return arriving
                 first = [*islice(arriving, 1)]
                 own.check_ranks(self.world, role)
                 return chain(first, arriving)
 
-            order = partial(own.check_order, role) if own is not None else lambda: None
-            return EvaluationData(batches_of_stream, _raise_no_batch, order=order)
-        batches: EvalBatches | UserEvalBatches
-        if options is not None and options.batches is not None:
-            batches = UserEvalBatches(options.batches, self.data_rank.rank, self.data_rank.ranks, seed=config.seed)
-        else:
-            batches = EvalBatches(self._sampler(dataset, options, shuffle=False), size)
+            return EvaluationData(equal_on_all_ranks, _raise_no_batch, order=partial(own.check_order, role))
+        epochs = Epochs(dataset, config.seed, sampler=options.sampler, batch_sampler=options.batches)
+        divide = partial(passes_of, size if options.batches is None else 1, self.data_rank.ranks)
+        batches = RankBatches(epochs, self.data_rank.rank, divide)
+
+        def sizes() -> tuple[int, ...]:
+            batches.set_position(0, 0)  # the dataset may have another length than before
+            return batches.pass_sizes(0)
+
         transform = config.data.eval_device_transform
         keyed = config.data.seed_samples and transform is not None
-        loader = build_loader(dataset, batches, config.data, self._reader, config.seed, template, keyed=keyed)
+        loader = build_loader(dataset, batches, config.data, self._reader(), config.seed, template, keyed=keyed)
         return EvaluationData(
             lambda: (
-                unpacked(size, batch)
-                for size, batch in zip(batches.sizes(), self._move_to_evaluate(loader), strict=True)
+                unpacked(size, batch) for size, batch in zip(sizes(), self._move_to_evaluate(loader), strict=True)
             ),
-            lambda: self._read(dataset, batches.filler_batch(), template, transform)[1],
-            lambda: [self._read(dataset, batch, template, transform) for batch in islice(batches, 1)],
-            lambda: len(batches.sizes()),
-            batches.order,
+            lambda: self._read(dataset, batches.epochs.first_batch(), template, transform)[1],
+            lambda: [
+                self._read(dataset, batch, template, transform) for _, batch in zip(sizes()[:1], batches, strict=False)
+            ],
+            lambda: len(sizes()),
+            epochs.order,
         )
 
     def _read(
@@ -660,37 +659,49 @@ class FeedBuilder:
             loader = build_loader(dataset, [indices], settings, self.world, self.config.seed, template)
             return unpacked(len(indices), next(iter(self._on_device(loader, self._transform(transform)))))
 
-    def _train_batches(self, dataset: Any, options: Batching | None, epoch: int) -> TrainBatches | UserTrainBatches:
+    def _train_batches(self, dataset: Any, options: Batching, epoch: int) -> RankBatches:
         config = self.config
-        drop_last, seed = config.data.drop_last or bool(options and options.drop_last), config.seed
-        if options is not None and options.batches is not None:
-            passes = config.accumulation_steps or 1
-            if options.divided:
-                micro_batch = config.micro_batch_size
-                largest = micro_batch if isinstance(micro_batch, int) else sys.maxsize
-                plan = BatchPlan(1, largest, passes, self.data_rank.ranks)
-                return DividedTrainBatches(options.batches, self.data_rank.rank, plan, seed=seed, epoch=epoch)
-            return UserTrainBatches(
-                options.batches,
-                self.data_rank.rank,
-                self.data_rank.ranks,
-                passes,
-                drop_last=drop_last,
-                seed=seed,
-                epoch=epoch,
-            )
-        sampler = self._sampler(dataset, options, shuffle=options.shuffle if options else config.data.shuffle)
-        sampler.set_epoch(epoch)
-        return TrainBatches(sampler, self.plan, drop_last=drop_last)
+        divide = self.plan.micro_batches
+        if options.divided:
+            largest = config.micro_batch_size if isinstance(config.micro_batch_size, int) else sys.maxsize
+            divide = BatchPlan(1, largest, config.accumulation_steps or 1, self.data_rank.ranks).micro_batches
+        elif options.batches is not None:
+            divide = partial(passes_of, 1, self.data_rank.ranks)
+        epochs = Epochs(
+            dataset,
+            config.seed,
+            self._per_step(options),
+            shuffle=options.shuffle,
+            sampler=options.sampler,
+            batch_sampler=options.batches,
+            divided=options.divided,
+            drop_last=config.data.drop_last or options.drop_last,
+            epoch=epoch,
+        )
+        return RankBatches(epochs, self.data_rank.rank, divide)
 
-    def _sampler(self, dataset: Any, options: Batching | None, *, shuffle: bool) -> ExactDistributedSampler:
-        seed, order = self.config.seed, options.sampler if options else None
-        return ExactDistributedSampler(
-            dataset, self.data_rank.rank, self.data_rank.ranks, shuffle=shuffle, seed=seed, user_sampler=order
+    def _per_step(self, options: Batching) -> int:
+        """The number of samples in a step over all ranks; of batches, if the user's own batch sampler makes them."""
+        if options.batches is None:
+            return self.plan.global_batch
+        if options.divided:
+            return 1
+        return (self.config.accumulation_steps or 1) * self.data_rank.ranks
+
+    def _division(self, options: Batching) -> str:
+        """The division of a step into batches of the user's own batch sampler, as text; "" without one."""
+        kind = type(options.batches).__name__
+        if options.batches is None:
+            return ""
+        if options.divided:
+            return f"a step = a batch of {kind}"
+        return (
+            f"a step = {self._per_step(options)} batches of the DataLoader's {kind} = "
+            f"accumulation {self.config.accumulation_steps or 1} x {self.data_rank.ranks}"
         )
 
     def _check_epoch(
-        self, batches: TrainBatches | UserTrainBatches, facts: Callable[[], Facts], *, on_host: bool = False
+        self, batches: RankBatches, options: Batching, facts: Callable[[], Facts], *, on_host: bool = False
     ) -> None:
         """Raise an error if the ranks cannot train on the current epoch. A collective.
 
@@ -699,7 +710,9 @@ class FeedBuilder:
         """
         if self.world.world_size > 1:
             check_agreement(self.world, facts(), on_host=on_host)
-        self._check_equal_samples(batches)
+        # All steps have the global batch, except the last; batches that a user has made may all differ.
+        steps = range(batches.steps) if options.divided else (0, batches.steps - 1)
+        self._check_equal_samples(map(batches.samples, steps))
 
     def _check_stream(self) -> None:
         """Raise `ConfigError` for settings that do not work with a stream."""
@@ -710,20 +723,16 @@ class FeedBuilder:
                 "reads its own stream",
                 f"set global_batch_size to {ranks} or more",
             )
-        self._check_equal_samples(None)
+        self._check_equal_samples([1])  # a stream may end after any number of samples
 
-    def _check_equal_samples(self, batches: TrainBatches | UserTrainBatches | None) -> None:
+    def _check_equal_samples(self, samples: Iterable[int]) -> None:
         """Raise `ConfigError` if the model has SyncBatchNorm and a step cannot be divided equally among the ranks.
 
         SyncBatchNorm runs a collective in every pass, so all ranks need the same number of samples in each pass.
-        `batches`: None for a stream, whose length is unknown.
+        `samples`: the number of samples of each step.
         """
         ranks = self.data_rank.ranks
-        steps: Sequence[int] = ()
-        if batches is not None:
-            steps = range(batches.steps) if isinstance(batches, DividedTrainBatches) else (0, batches.steps - 1)
-        uneven = batches is None or any(batches.samples(step) % ranks for step in steps)
-        if self.needs_equal_samples and ranks > 1 and uneven:
+        if self.needs_equal_samples and ranks > 1 and any(number % ranks for number in samples):
             raise ConfigError(
                 f"the model has SyncBatchNorm, but some global batches cannot be divided equally among {ranks} ranks",
                 f"set data.drop_last=True and a global_batch_size that is a multiple of {ranks}",
@@ -746,5 +755,5 @@ class FeedBuilder:
     def _on_device(
         self, loader: Iterable[Any], transform: DeviceTransform | None, *marks: Callable[[], None]
     ) -> Iterator[Any]:
-        ahead, check = self.config.data.prefetch_batches, self.check_first
-        return on_device(loader, self.world.device, self.dtype, ahead, transform, *marks, check_first=check)
+        ahead = self.config.data.prefetch_batches
+        return on_device(loader, self.world.device, self.dtype, ahead, transform, *marks, check_first=self.check_first)

@@ -9,8 +9,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -21,10 +19,9 @@ from torch.utils.data import (
 
 from ddp_kit.data.collate import identity_collate
 from ddp_kit.data.sampler import samplers_in, split
-from ddp_kit.distributed.consistency import digest_of
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.errors import DataError
-from ddp_kit.torch_internals import pytree
+from ddp_kit.structures import digest_of_value, tensors_in
 
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler", "_auto_collation")
 """The members of torch's DataLoader that determine the batches, besides its options."""
@@ -57,8 +54,10 @@ class LoaderBatches(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the DataLoader's samplers."""
-        batches = self.loader.batch_sampler
-        for sampler in samplers_in(self.loader.sampler if batches is None else batches):
+        batches: Any = self.loader.batch_sampler
+        if batches is None:
+            batches = self.loader.sampler
+        for sampler in samplers_in(batches):
             if callable(method := getattr(sampler, "set_epoch", None)):
                 method(epoch)
 
@@ -68,7 +67,7 @@ class LoaderBatches(IterableDataset[Any]):
     def _all_batches(self) -> Iterator[Any]:
         for number, batch in enumerate(self.loader):
             if number == 0 and self.first_batch is None:
-                self.first_batch = digest_of(bytes_of_tensors(batch))
+                self.first_batch = digest_of_value([*tensors_in(batch)])
             yield batch
 
     def as_loader(self) -> "DataLoader[Any]":
@@ -120,10 +119,10 @@ class StatefulLoaderBatches(LoaderBatches):
         self._resumed = True
 
     def __iter__(self) -> Iterator[Any]:
-        step = self._own.step
-        batches = islice(self.loader, step - 1, None, step) if self._resumed else super().__iter__()
+        if not self._resumed:
+            return super().__iter__()
         self._resumed = False
-        return batches
+        return islice(self.loader, self._own.step - 1, None, self._own.step)
 
 
 def name_of_stream(dataset: object) -> str:
@@ -139,13 +138,6 @@ def _has_state(loader: Any) -> bool:
         loader.state_dict()
         return True
     return False
-
-
-def bytes_of_tensors(batches: Any) -> bytes:
-    """The bytes of all tensors in batches, to compare them between ranks."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batches) if isinstance(leaf, Tensor)]
-    readable = [leaf for leaf in tensors if leaf.layout == torch.strided and leaf.dtype != torch.bfloat16]
-    return b"".join(leaf.cpu().numpy().tobytes() for leaf in readable)
 
 
 def loader_batches(loader: "DataLoader[Any]", rank: int, ranks: int, *, in_order: bool, role: str) -> LoaderBatches:

@@ -48,7 +48,7 @@ class TensorBatches(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
-        self._subsets, self._tensors = _unwrapped(dataset)
+        self._subsets, self._tensors = unwrapped(dataset)
 
     def __getitems__(self, keys: list[int]) -> list[Tensor]:
         indices = keys
@@ -116,7 +116,8 @@ class SampleBatches(Dataset[Any]):
                 sample_keys = [key for _, key in keys]
                 seed_generators(mixed_seed(self._seed, epoch, *sample_keys))
                 return self._collate(fetch_samples(self.dataset, sample_keys), len(keys))
-            samples, fetched = [], []
+            samples = []
+            fetched = []
             for key in keys:
                 seed_generators(mixed_seed(self._seed, *key))
                 for sample in fetch_samples(self.dataset, [key[1]]):
@@ -130,18 +131,21 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
 
     The user's `__getitems__` may return fewer samples than there are keys, or an object that is no list.
     """
-    subsets, inner = _unwrapped(dataset)
-    method = "__getitems__" if callable(getattr(inner, "__getitems__", None)) else "__getitem__"
+    subsets, inner = unwrapped(dataset)
+    several = callable(getattr(inner, "__getitems__", None))
     samples: list[Any] = []
     try:
-        if method == "__getitems__":
+        if several:
             return dataset.__getitems__(keys)  # type: ignore[no-any-return]
         for key in keys:
             samples.append(dataset[key])  # after an error, `samples` holds the samples read before
     except Exception as error:
-        note = f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}"
-        if method == "__getitem__":
-            note = f"while reading {_sample(keys[len(samples)], subsets, inner)}"
+        if several:
+            method = "__getitems__"
+            note = f"while reading samples {some([*map(str, keys)])} of {type(dataset).__name__}"
+        else:
+            method = "__getitem__"
+            note = f"while reading {_sample_name(keys[len(samples)], subsets, inner)}"
         if isinstance(error, StopIteration):
             raise stop_iteration_error(f"{method} of {type(inner).__name__}", note) from error
         error.add_note(note)
@@ -149,26 +153,28 @@ def fetch_samples(dataset: Any, keys: list[Any]) -> list[Any]:
     return samples
 
 
-def _sample(key: Any, subsets: list[Any], inner: Any) -> str:
+def _sample_name(key: Any, subsets: list[Any], inner: Any) -> str:
     """A description of a sample by its index; for a Subset, also by its index in the underlying dataset."""
-    where = f"sample {key} of {type(inner).__name__}" if not subsets else f"sample {key} of a Subset"
+    if not subsets:
+        return f"sample {key} of {type(inner).__name__}"
+    where = f"sample {key} of a Subset"
     with suppress(Exception):  # such as a key that is out of range
         for subset in subsets:
             key = subset.indices[key]
-        where += f", which is sample {int(key)} of {type(inner).__name__}" if subsets else ""
+        where += f", which is sample {int(key)} of {type(inner).__name__}"
     return where
 
 
 def can_read_batches_at_once(dataset: Dataset[Any]) -> bool:
     """Whether a dataset is a TensorDataset of dense CPU tensors, or a Subset of one, as `TensorBatches` requires."""
-    _, inner = _unwrapped(dataset)
+    _, inner = unwrapped(dataset)
     return type(inner) is TensorDataset and all(
         type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
         for tensor in inner.tensors
     )
 
 
-def _unwrapped(dataset: Any) -> tuple[list[Any], Any]:
+def unwrapped(dataset: Any) -> tuple[list[Any], Any]:
     """The nested Subsets of a dataset, outermost first, and the underlying dataset."""
     subsets = []
     while type(dataset) is Subset:
@@ -305,33 +311,38 @@ def build_loader(
     that calls the dataset's `set_epoch` in persistent workers.
     """
     options = loader_options(config, world, seed, template)
-    workers, pinned = options["num_workers"], options["pin_memory"]
-    collate = chosen_collate(config, template)
-    by_value = sends_by_value(workers)
-    loaded: TensorBatches | SampleBatches
-    if collate.function is None and can_read_batches_at_once(dataset) and not keyed:  # this draws no random numbers
-        loaded = TensorBatches(dataset)
-        if not workers and (not pinned or world.device.type == "cuda"):
-            return TensorLoader(loaded, batches, pinned)
-    else:
-        # Whether this process fetches batches, and draws their random numbers, before the step that uses them.
-        ahead = world.device.type == "cuda" and config.prefetch_batches > 0
-        seeding: Literal["sample", "batch"] | None = "sample" if config.seed_samples else None
-        if (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
-            seeding = seeding or "batch"
-        loaded = SampleBatches(
-            dataset,
-            partial(collate_by_value, collate) if by_value else collate,
-            seeding,
-            cast(Batches, batches).seed if seeding else 0,
-            dataset_epoch,
-            keyed=keyed,
-        )
-        if seeding:
-            batches = WithEpoch(cast(Batches, batches))
+    workers = options["num_workers"]
+    pinned = options["pin_memory"]
     options["worker_init_fn"] = partial(expose_user_dataset, options.get("worker_init_fn"))
-    send = ByValue if by_value and isinstance(loaded, TensorBatches) else identity_collate
-    return DataLoader(loaded, batch_sampler=batches, collate_fn=send, **options)
+    uses_default = chosen_collate(config, template).function is None
+    collate, send = collate_and_send(config, template, workers)
+    if uses_default and can_read_batches_at_once(dataset) and not keyed:  # this draws no random numbers
+        data = TensorBatches(dataset)
+        if not workers and (not pinned or world.device.type == "cuda"):
+            return TensorLoader(data, batches, pinned)
+        return DataLoader(data, batch_sampler=batches, collate_fn=send, **options)
+    # Whether this process fetches batches, and draws their random numbers, before the step that uses them.
+    ahead = world.device.type == "cuda" and config.prefetch_batches > 0
+    seeding: Literal["sample", "batch"] | None = None
+    if config.seed_samples:
+        seeding = "sample"
+    elif (workers or ahead) and hasattr(batches, "epoch"):  # a plain list of batches has no epoch
+        seeding = "batch"
+    loaded = partial(SampleBatches, dataset, collate, seeding, dataset_epoch=dataset_epoch, keyed=keyed)
+    if seeding is None:
+        return DataLoader(loaded(0), batch_sampler=batches, collate_fn=identity_collate, **options)
+    seeded = cast(Batches, batches)
+    return DataLoader(loaded(seeded.seed), batch_sampler=WithEpoch(seeded), collate_fn=identity_collate, **options)
+
+
+def collate_and_send(
+    config: DataConfig, template: "DataLoader[Any] | None", workers: int
+) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """The function that collates samples, and the one that is applied to other values before a worker sends them."""
+    collate = chosen_collate(config, template)
+    if sends_by_value(workers):
+        return partial(collate_by_value, collate), ByValue
+    return collate, identity_collate
 
 
 def chosen_collate(config: DataConfig, template: "DataLoader[Any] | None") -> Collate:
@@ -348,7 +359,9 @@ def loader_options(
     config: DataConfig, world: World, seed: int, template: "DataLoader[Any] | None" = None
 ) -> dict[str, Any]:
     """Keyword arguments for a DataLoader, without sampler and collate_fn; taken from `template` if it is given."""
-    pinned = world.device.type == "cuda" if config.pin_memory == "auto" else config.pin_memory
+    pinned = config.pin_memory
+    if pinned == "auto":
+        pinned = world.device.type == "cuda"
     # Seeds the DataLoader workers differently on every rank, without drawing from the global generator.
     generator = torch.Generator().manual_seed(mixed_seed(seed, world.rank))
     if template is not None:
@@ -358,18 +371,18 @@ def loader_options(
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(8, max(0, cores // world.local_world_size - 1))
-    timeout = config.timeout or 0 if workers else 0
+    options = {
+        "num_workers": workers,
+        "pin_memory": pinned,
+        "timeout": (workers > 0) * (config.timeout or 0),
+        "generator": generator,
+    }
     if template is None:
-        return {
-            "num_workers": workers,
-            "pin_memory": pinned,
-            "timeout": timeout,
-            "generator": generator,
-        }
+        return options
     return {
         "num_workers": workers,
         "pin_memory": pinned or template.pin_memory,
-        "timeout": template.timeout or timeout,
+        "timeout": template.timeout or options["timeout"],
         "worker_init_fn": template.worker_init_fn,
         "multiprocessing_context": template.multiprocessing_context,
         "generator": template.generator or generator,

@@ -3,10 +3,11 @@
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import accumulate, chain, pairwise
 from random import Random, SystemRandom
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch.utils.data import Sampler
 
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, DataError
+from ddp_kit.texts import plural
 
 # --- Batch plan -------------------------------------------------------------------------------------------------------
 # The division of an optimizer step's samples among ranks and into micro-batches: pure arithmetic on positions. Nothing
@@ -47,7 +49,8 @@ class BatchPlan:
             samples: Samples in the epoch, over all ranks.
             drop_last: Whether to count only complete steps.
         """
-        return samples // self.global_batch if drop_last else -(-samples // self.global_batch)
+        whole, rest = divmod(samples, self.global_batch)
+        return whole + (rest > 0 and not drop_last)
 
     def step_samples(self, step: int, samples: int) -> range:
         """The positions, within the epoch, of the samples that all ranks together use in a step.
@@ -71,10 +74,11 @@ class BatchPlan:
         positions = split(samples, self.data_ranks, rank)
         if not positions:
             return ()
-        needed = -(-len(positions) // self.micro_batch)
-        passes = max(needed, min(self.accumulation, len(positions))) if samples >= self.global_batch else needed
+        passes = _ceil(len(positions), self.micro_batch)
+        if samples >= self.global_batch:
+            passes = max(passes, min(self.accumulation, len(positions)))
         shares = (split(len(positions), passes, number) for number in range(passes))
-        return tuple(range(positions.start + share.start, positions.start + share.stop) for share in shares)
+        return tuple(positions[share.start : share.stop] for share in shares)
 
 
 def split(total: int, parts: int, number: int) -> range:
@@ -91,8 +95,9 @@ def plan_batches(
 
     Raises `ConfigError` if all three are given and contradict each other.
     """
-    if global_batch is None:
-        global_batch = DEFAULT_GLOBAL_BATCH if micro_batch is None else micro_batch * (accumulation or 1) * world_size
+    if global_batch is None and micro_batch is not None:
+        global_batch = micro_batch * (accumulation or 1) * world_size
+    global_batch = global_batch or DEFAULT_GLOBAL_BATCH
     share = _ceil(global_batch, world_size)
     if micro_batch is None:
         micro_batch = _ceil(share, accumulation or 1)
@@ -118,434 +123,225 @@ def _disagreement(global_batch: int, micro_batch: int, accumulation: int, world_
     )
     return ConfigError(
         f"the batch sizes do not agree: micro_batch_size {micro_batch} x accumulation_steps {accumulation} "
-        f"x {world_size} {'rank' if world_size == 1 else 'ranks'} = {product}, "
+        f"x {plural(world_size, 'rank')} = {product}, "
         f"but global_batch_size is {global_batch}; the nearest settings that work:",
         "change one of the three sizes, or leave one out, which is then computed from the other two",
         ways,
     )
 
 
-# --- Samplers ---------------------------------------------------------------------------------------------------------
-# The samples of this rank, and their order, are a pure function of (seed, epoch, position). Step k of an epoch has the
-# same samples for any number of ranks. A user's own sampler is iterated on every rank with the same random states, so
-# that all ranks draw the same order and each takes its share.
+# --- Epochs -----------------------------------------------------------------------------------------------------------
+# An epoch is an order of samples and the bounds of its steps in this order, both a pure function of (seed, epoch). Step
+# k has the same samples for any number of ranks. A user's own sampler is iterated on every rank with the same random
+# states, so that all ranks draw the same order.
 
 
-class ExactDistributedSampler(Sampler[Any]):
-    """A sampler like torch's DistributedSampler, but without padding: each sample is on exactly one rank.
+class Epochs:
+    """The order of the samples in each epoch, over all ranks, and the bounds of the optimizer steps in this order.
 
-    A rank's samples are consecutive in the order of the epoch. Iterating yields this rank's samples; `order` returns
-    the samples of all ranks. `set_epoch` reads the length of `data`, which may change.
-    `user_sampler`: the user's own sampler over all samples; if given, it determines the number and order of samples.
-    Raises `DataError` if it has no length, or does not yield as many items as its length.
+    A step has `per_step` samples, or `per_step` batches of the user's own batch sampler; None: one step is the whole
+    epoch. The last step of an epoch may be shorter; if `drop_last` is set, it is then omitted.
+    `sampler`, `batch_sampler`: the user's own; it determines the number and order of samples. `divided`: whether the
+    batches of `batch_sampler` are divided among the ranks; otherwise each batch goes to one rank as a whole.
+    `set_epoch` reads the length of `data`, which may change.
+    Raises `DataError` if the user's sampler has no length, or does not yield as many items as its length.
     """
 
     def __init__(
         self,
         data: Sized,
-        rank: int,
-        world_size: int,
-        *,
-        shuffle: bool,
         seed: int,
-        user_sampler: Iterable[Any] | None = None,
+        per_step: int | None = None,
+        *,
+        shuffle: bool = False,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+        divided: bool = False,
+        drop_last: bool = False,
+        epoch: int = 0,
     ) -> None:
-        if user_sampler is not None:
-            _length(user_sampler, "sampler")
-        self.user_sampler = user_sampler
-        self.rank = rank
         self.seed = seed
-        self.epoch = 0
         self._data = data
-        self._world_size = world_size
+        self._per_step = per_step
         self._shuffle = shuffle
-        self._size: int | None = None  # samples in this epoch; None until the number is needed
-        self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch, and the order of `user_sampler` for it
+        self._divided = divided
+        self._drop_last = drop_last
+        self._user_sampler: Iterable[Any] | None = None
+        self._what = "dataset"
+        for what, own in (("sampler", sampler), ("batch sampler", batch_sampler)):
+            if own is not None:
+                _length(own, what)
+                self._user_sampler = own
+                self._what = what
+        self._drawn: _Drawn | None = None  # what the user's sampler has yielded for this epoch
+        self._known: dict[int, int] = {}  # epoch -> steps
+        self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, and reset the number of samples, which may change between epochs."""
-        self.epoch, self._size = epoch, None
+        """Set the epoch, and read the number of samples, which may change between epochs."""
+        self.epoch = epoch
+        if self._user_sampler is None:
+            self._keys: Sequence[Any] = range(len(self._data))
+            self._bounds: Sequence[int] = range(len(self._data) + 1)
+        else:
+            if self._drawn is None or self._drawn.epoch != epoch:
+                self._drawn = _drawn(self._user_sampler, self.seed, epoch, self._what)
+            self._keys = self._drawn.keys
+            self._bounds = self._drawn.bounds
+        self._items = len(self._bounds) - 1
+        self._step = self._per_step or max(self._items, 1)
 
-    @property
-    def total_size(self) -> int:
-        """The number of samples in this epoch, over all ranks."""
-        if self._size is None:
-            self._size = len(self._data) if self.user_sampler is None else len(self.order())
-        return self._size
-
-    def order(self) -> Sequence[Any]:
+    def keys(self) -> Sequence[Any]:
         """The keys of all samples of this epoch, over all ranks, in order."""
-        if self.user_sampler is not None:
-            if self._drawn is None or self._drawn[0] != self.epoch:
-                order: Sequence[Any] = _draw(self.user_sampler, self.seed, self.epoch, "sampler")
-                with suppress(TypeError, OverflowError):  # keys that are no integers
-                    order = array("q", order)  # 8 bytes per key
-                self._drawn = (self.epoch, order)
-            return self._drawn[1]
-        if not self._shuffle:
-            return range(self.total_size)
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        return torch.randperm(self.total_size, generator=generator).numpy().data  # a memoryview: 8 bytes per key
+        if self._shuffle and isinstance(self._keys, range):
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
+            self._keys = torch.randperm(self._items, generator=generator).numpy().data  # 8 bytes per key
+        return self._keys
+
+    def order(self) -> Sequence[Any] | None:
+        """The keys of all samples of this epoch in the order of the user's sampler; None without one."""
+        return None if self._user_sampler is None else self.keys()
 
     def fingerprint(self) -> str:
-        """A hash of this epoch's order if the user's own sampler determines the order; "" otherwise."""
-        if self.user_sampler is None:
-            return ""
-        order = self.order()
-        return blake2b(order.tobytes() if isinstance(order, array) else repr(order).encode()).hexdigest()
+        """A hash of what the user's own sampler has yielded for this epoch; "" without one."""
+        return "" if self._drawn is None else self._drawn.fingerprint
 
-    def __len__(self) -> int:
-        return len(self._share())
+    def first_batch(self) -> list[Any]:
+        """The keys of the first batch of the user's own batch sampler; otherwise, the key of the first sample."""
+        return list(self.keys()[: self._bounds[1]])
 
-    def __iter__(self) -> Iterator[Any]:
-        share = self._share()
-        return iter(self.order()[share.start : share.stop])
+    def cuts(self, step: int) -> Sequence[int]:
+        """The positions in `keys` at which a step of this epoch may be divided, with its start and its end."""
+        first = step * self._step
+        end = min(first + self._step, self._items)
+        if self._divided:
+            return range(self._bounds[first], self._bounds[end] + 1)
+        return self._bounds[first : end + 1]
 
-    def _share(self) -> range:
-        return split(self.total_size, self._world_size, self.rank)
+    def full_steps(self) -> int:
+        """The number of steps of this epoch, from the first on, that have `per_step` samples; 0 for batches."""
+        return isinstance(self._bounds, range) * (self._items // self._step)
 
-
-def checksum(keys: Sequence[Any]) -> str:
-    """A checksum of keys in their order, as eight hexadecimal digits. Keys that are no integers: of their `repr`."""
-    if isinstance(keys, memoryview | array):
-        return xxhash.xxh32_hexdigest(keys)
-    try:
-        return xxhash.xxh32_hexdigest(array("q", keys))
-    except (TypeError, OverflowError):
-        return xxhash.xxh32_hexdigest(repr([*keys]).encode())
-
-
-class _Steps(Sampler[list[Any]]):
-    """A batch sampler that yields the batches of optimizer steps. The number of steps may differ between epochs.
-
-    `user_sampler`: the user's sampler or batch sampler, if any. `what`: "dataset", "sampler" or "batch sampler", for
-    messages.
-    """
-
-    def __init__(self, user_sampler: Iterable[Any] | None, what: str, seed: int) -> None:
-        self._user_sampler, self._what = user_sampler, what
-        self.seed = seed
-        self.epoch = 0
-        """The epoch of the next iteration."""
-        self.first_step = 0
-        """The index, within the epoch, of the step at which the next iteration starts."""
-        self.steps = 0
-        """The number of optimizer steps in this epoch."""
-        self._known: dict[int, int] = {}  # epoch -> steps
+    def steps(self) -> int:
+        """The number of steps in this epoch. Raises `DataError` if there is none."""
+        return self._steps_of(self._items, self.epoch)
 
     def steps_in(self, epochs: range) -> int:
-        """The total number of optimizer steps in these epochs, which start with the current epoch.
+        """The total number of steps in these epochs, which start with the current epoch.
 
         All epochs have the same number of steps, unless `set_epoch` changes the length of the user's sampler.
         """
         if self._user_sampler is None or not _set_epochs(self._user_sampler):
-            return len(epochs) * self.steps
-        self._known[self.epoch] = self.steps
+            return len(epochs) * self.steps()
+        self._known[self.epoch] = self.steps()
         new = [epoch for epoch in epochs if epoch not in self._known]
         if new:
             lengths = lengths_in(self._user_sampler, self._what, self.seed, new, then=self.epoch)
             self._known |= {epoch: self._steps_of(length, epoch) for epoch, length in zip(new, lengths, strict=True)}
         return sum(map(self._known.__getitem__, epochs))
 
-    def _steps_of(self, length: int, epoch: int) -> int:
-        """The number of steps in an epoch of `length` items. Raises `DataError` if this number is 0."""
-        steps = self._count(length)
-        if steps == 0:
-            where = f" in epoch {epoch + 1}" if epoch else ""
-            if length == 0:
-                raise DataError(
-                    f"the {self._what} has length 0{where}: there are no samples to train on",
-                    "make sure that it has samples in every epoch, or set max_steps so that the run ends earlier",
-                )
-            raise self._no_step(length, where)
-        return steps
-
-    def _count(self, length: int) -> int:
-        """The number of steps in an epoch of `length` items."""
-        raise NotImplementedError
-
-    def _no_step(self, length: int, where: str) -> DataError:
-        """Create the error for an epoch with too few items for one step. `where`: text that names the epoch, or ""."""
-        raise NotImplementedError
-
-
-class TrainBatches(_Steps):
-    """A batch sampler that yields this rank's micro-batches of an epoch, starting at step `first_step`."""
-
-    division = ""
-
-    def __init__(self, sampler: ExactDistributedSampler, plan: BatchPlan, *, drop_last: bool) -> None:
-        super().__init__(sampler.user_sampler, "dataset" if sampler.user_sampler is None else "sampler", sampler.seed)
-        self._sampler = sampler
-        self._plan = plan
-        self._drop_last = drop_last
-        self._full = self._ranges(plan.global_batch)
-        self._full_passes = tuple(map(len, self._full))
-        self._order: Sequence[Any] = ()  # of the epoch over which this object iterates
-        self.set_position(sampler.epoch, 0)
-
-    def set_position(self, epoch: int, first_step: int) -> None:
-        """Set where the next iteration starts. Raises `DataError` if the epoch has no steps."""
-        self._sampler.set_epoch(epoch)
-        self.epoch, self.first_step = epoch, first_step
-        self.steps = self._steps_of(self._sampler.total_size, epoch)
-        self._full_steps = self._sampler.total_size // self._plan.global_batch
-
-    def _count(self, length: int) -> int:
-        return self._plan.steps(length, self._drop_last)
-
-    def _no_step(self, length: int, where: str) -> DataError:
-        return DataError(
-            f"the {self._what} has {length} samples, fewer than the global batch of {self._plan.global_batch}: "
+    def _steps_of(self, items: int, epoch: int) -> int:
+        """The number of steps in an epoch of so many samples or batches. Raises `DataError` if there is none."""
+        if self._per_step is None:
+            return 1
+        whole, rest = divmod(items, self._per_step)
+        if steps := whole + (rest > 0 and not self._drop_last):
+            return steps
+        where = f" in epoch {epoch + 1}" if epoch else ""
+        if items == 0:
+            raise DataError(
+                f"the {self._what} has length 0{where}: there are no samples to train on",
+                "make sure that it has samples in every epoch, or set max_steps so that the run ends earlier",
+            )
+        if self._what == "batch sampler":
+            raise DataError(
+                f"the batch sampler yields {items} batches, but one step needs {self._per_step}: there is no complete "
+                f"step{where}",
+                "use fewer accumulation_steps, or data.drop_last=False",
+            )
+        raise DataError(
+            f"the {self._what} has {items} samples, fewer than the global batch of {self._per_step}: "
             f"there is no complete step{where}",
             "use a smaller global_batch_size, or data.drop_last=False",
         )
 
-    def samples(self, step: int) -> int:
-        """The number of samples in optimizer step `step`, over all ranks."""
-        if step < self._full_steps:
-            return self._plan.global_batch  # the usual case, without computation
-        return len(self._plan.step_samples(step, self._sampler.total_size))
 
-    def pass_sizes(self, step: int) -> tuple[int, ...]:
-        """The number of samples in each forward pass of this rank in step `step`; () if the rank runs none."""
-        return self._full_passes if step < self._full_steps else tuple(map(len, self._ranges(self.samples(step))))
+class RankBatches(Sampler[list[Any]]):
+    """A batch sampler that divides each step of an epoch among the ranks, and yields this rank's batches.
 
-    def max_passes(self, step: int) -> int:
-        """The largest number of forward passes on any rank in step `step`."""
-        return len(self._plan.micro_batches(0, self.samples(step)))
-
-    def filler_batch(self) -> list[Any]:
-        """A batch of one sample, for a rank that has no batch of its own."""
-        return list(self._sampler.order()[:1])
-
-    def fingerprint(self) -> str:
-        """The `fingerprint` of the `ExactDistributedSampler` for this epoch."""
-        return self._sampler.fingerprint()
-
-    def keys(self, step: int, number: int) -> list[Any] | None:
-        """The keys of the samples in this rank's pass `number` of step `step`; None if there is no such pass."""
-        return next(islice(self._of_step(self._sampler.order(), step), number, None), None)
-
-    def checksum(self, step: int) -> str:
-        """A checksum of the samples of step `step`, over all ranks. Call it after the step's batches were yielded."""
-        start = step * self._plan.global_batch
-        return checksum(self._order[start : start + self.samples(step)])
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        order = self._order = self._sampler.order()
-        for step in range(self.first_step, self.steps):
-            yield from self._of_step(order, step)
-
-    def _of_step(self, order: Sequence[Any], step: int) -> Iterator[list[Any]]:
-        start = step * self._plan.global_batch
-        for positions in self._full if step < self._full_steps else self._ranges(self.samples(step)):
-            yield list(order[start + positions.start : start + positions.stop])
-
-    def _ranges(self, samples: int) -> tuple[range, ...]:
-        return self._plan.micro_batches(self._sampler.rank, samples)
-
-
-class UserTrainBatches(_Steps):
-    """A batch sampler that yields this rank's share of the user's own batches; each batch is one micro-batch.
-
-    An optimizer step uses the next `accumulation` x `world_size` batches. Each rank takes consecutive batches.
-    Raises `DataError` if the batch sampler has no length, or does not yield as many batches as its length.
+    Each batch is one forward and backward pass. Iteration starts at step `first_step`.
+    `divide`: a function of (rank, number of parts in a step) that returns the rank's passes as ranges of parts. A part
+    is a sample, or a batch that is not divided.
     """
 
-    def __init__(
-        self,
-        user_sampler: Iterable[Any],
-        rank: int,
-        world_size: int,
-        accumulation: int,
-        *,
-        drop_last: bool,
-        seed: int,
-        epoch: int = 0,
-    ) -> None:
-        super().__init__(user_sampler, "batch sampler", seed)
-        _length(user_sampler, "batch sampler")
-        self._rank, self._world_size = rank, world_size
-        self._drop_last = drop_last
-        self.per_step = accumulation * world_size
-        self.division = (
-            f"a step = {self.per_step} batches of the DataLoader's {type(user_sampler).__name__} = "
-            f"accumulation {accumulation} x {world_size}"
-        )
-        """The division of a step, for the first log line of a run; the number of samples is not known in advance."""
-        self._drawn = self._draw(epoch)
-        self.set_position(epoch, 0)
+    def __init__(self, epochs: Epochs, rank: int, divide: Callable[[int, int], Sequence[range]]) -> None:
+        self.epochs = epochs
+        self._rank = rank
+        self._divide = lru_cache(64)(divide)
+        self._full_step: tuple[int, ...] = ()  # the sizes of the passes of a step with `per_step` samples
+        self.seed = epochs.seed
+        self.set_position(epochs.epoch, 0)
 
     def set_position(self, epoch: int, first_step: int) -> None:
         """Set where the next iteration starts. Raises `DataError` if the epoch has no steps."""
-        if self._drawn.epoch != epoch:
-            self._drawn = self._draw(epoch)
-        self.epoch, self.first_step = epoch, first_step
-        self.steps = self._steps_of(self._drawn.batches, epoch)
-
-    def _count(self, length: int) -> int:
-        return length // self.per_step if self._drop_last else -(-length // self.per_step)
-
-    def _no_step(self, length: int, where: str) -> DataError:
-        return DataError(
-            f"the batch sampler yields {length} batches, but one step needs {self.per_step}: there is no complete "
-            f"step{where}",
-            "use fewer accumulation_steps, or data.drop_last=False",
-        )
+        self.epochs.set_epoch(epoch)
+        self.epoch = epoch
+        self.first_step = first_step
+        self.steps = self.epochs.steps()
+        self._full_steps = self.epochs.full_steps()
+        if self._full_steps:
+            self._full_step = tuple(map(len, self._passes(0)))
 
     def samples(self, step: int) -> int:
         """The number of samples in optimizer step `step`, over all ranks."""
-        return self._drawn.samples[step]
+        cuts = self.epochs.cuts(step)
+        return cuts[-1] - cuts[0]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
         """The number of samples in each forward pass of this rank in step `step`; () if the rank runs none."""
-        return self._drawn.passes[step]
+        if step < self._full_steps:  # the usual case, without computation
+            return self._full_step
+        return tuple(map(len, self._passes(step)))
 
     def max_passes(self, step: int) -> int:
         """The largest number of forward passes on any rank in step `step`."""
-        batches = min(self.per_step, self._drawn.batches - step * self.per_step)
-        return len(split(batches, self._world_size, 0))
-
-    def filler_batch(self) -> list[Any]:
-        """The first batch, for a rank that has no batch of its own."""
-        return list(self._drawn.first[0])
-
-    def fingerprint(self) -> str:
-        """A hash of the batches of all ranks in this epoch."""
-        return self._drawn.fingerprint
+        return len(self._divide(0, len(self.epochs.cuts(step)) - 1))
 
     def keys(self, step: int, number: int) -> list[Any] | None:
         """The keys of the samples in this rank's pass `number` of step `step`; None if there is no such pass."""
-        return next(iter(self._drawn.rank_batches[step][number : number + 1]), None)
+        for positions in self._passes(step)[number : number + 1]:
+            return list(self.epochs.keys()[positions.start : positions.stop])
+        return None
 
     def checksum(self, step: int) -> str:
         """A checksum of the samples of step `step`, over all ranks."""
-        return self._drawn.checksums[step]
+        cuts = self.epochs.cuts(step)
+        return checksum(self.epochs.keys()[cuts[0] : cuts[-1]])
 
     def __iter__(self) -> Iterator[list[Any]]:
-        rank_batches = self._drawn.rank_batches
-        return (batch for step in range(self.first_step, self.steps) for batch in rank_batches[step])
+        keys = self.epochs.keys()
+        for step in range(self.first_step, self.steps):
+            for positions in self._passes(step):
+                yield list(keys[positions.start : positions.stop])
 
-    def _draw(self, epoch: int) -> "_EpochBatches":
-        assert self._user_sampler is not None
-        batches = _drawn_batches(self._user_sampler, self.seed, epoch)
-        steps = [batches[start : start + self.per_step] for start in range(0, len(batches), self.per_step)]
-        rank_batches = [self._share(step) for step in steps]
-        return _EpochBatches(
-            epoch,
-            len(batches),
-            rank_batches,
-            [sum(map(len, step)) for step in steps],
-            [tuple(map(len, step)) for step in rank_batches],
-            [checksum([*chain(*step)]) for step in steps],
-            blake2b(repr(batches).encode()).hexdigest(),
-            batches[:1],
-        )
-
-    def _share(self, step: list[list[Any]]) -> list[list[Any]]:
-        """This rank's micro-batches of a step. `step`: the batches of the step."""
-        share = split(len(step), self._world_size, self._rank)
-        return step[share.start : share.stop]
+    def _passes(self, step: int) -> list[range]:
+        """This rank's passes in step `step`, as ranges of positions in the order of the epoch."""
+        cuts = self.epochs.cuts(step)
+        return [range(cuts[parts.start], cuts[parts.stop]) for parts in self._divide(self._rank, len(cuts) - 1)]
 
 
-class DividedTrainBatches(UserTrainBatches):
-    """A batch sampler that yields this rank's share of each of the user's own batches, each of which is one step.
+def passes_of(size: int, ranks: int, rank: int, parts: int) -> tuple[range, ...]:
+    """The passes of a rank if so many parts are split evenly among the ranks, as ranges of parts.
 
-    `plan`: the division of a batch among the ranks and into micro-batches.
+    A pass has `size` parts; the rank's last pass may have fewer.
     """
-
-    def __init__(self, user_sampler: Iterable[Any], rank: int, plan: BatchPlan, *, seed: int, epoch: int = 0) -> None:
-        self._plan, self._plan_rank = plan, rank
-        super().__init__(user_sampler, 0, 1, 1, drop_last=False, seed=seed, epoch=epoch)
-        self.division = f"a step = a batch of {type(user_sampler).__name__}"
-
-    def max_passes(self, step: int) -> int:
-        return len(self._plan.micro_batches(0, self.samples(step)))
-
-    def _share(self, step: list[list[Any]]) -> list[list[Any]]:
-        (batch,) = step
-        return [batch[part.start : part.stop] for part in self._plan.micro_batches(self._plan_rank, len(batch))]
+    share = split(parts, ranks, rank)
+    return tuple(share[start : start + size] for start in range(0, len(share), size))
 
 
-@dataclass(frozen=True)
-class _EpochBatches:
-    """The batches that a batch sampler has yielded for an epoch, grouped by optimizer step."""
-
-    epoch: int
-    batches: int
-    """The number of batches, over all ranks."""
-    rank_batches: list[list[list[Any]]]
-    """This rank's batches in each step."""
-    samples: list[int]
-    """The number of samples in each step, over all ranks."""
-    passes: list[tuple[int, ...]]
-    """The sizes of this rank's batches in each step."""
-    checksums: list[str]
-    """A checksum of the samples of each step, over all ranks."""
-    fingerprint: str
-    """A hash of the batches of all ranks."""
-    first: list[list[Any]]
-    """A list with the first batch of the epoch; empty if the epoch has no batch."""
-
-
-class EvalBatches(Sampler[list[Any]]):
-    """A batch sampler that yields this rank's share of a dataset, in order and without padding.
-
-    `size`: the maximum number of samples in a batch.
-    """
-
-    def __init__(self, sampler: ExactDistributedSampler, size: int) -> None:
-        self._sampler = sampler
-        self._size = size
-        self.seed, self.epoch = sampler.seed, 0
-
-    def sizes(self) -> list[int]:
-        """The number of samples in each batch, for the current length of the dataset."""
-        self._sampler.set_epoch(0)
-        total = len(self._sampler)
-        return [min(self._size, total - start) for start in range(0, total, self._size)]
-
-    def filler_batch(self) -> list[Any]:
-        """A batch of one sample, for a rank that has no batch of its own."""
-        return list(self._sampler.order()[:1])
-
-    def order(self) -> Sequence[Any] | None:
-        """The keys of all ranks' samples, rank by rank, in a user's order; None if they are in the dataset's order."""
-        return None if self._sampler.user_sampler is None else self._sampler.order()
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        keys = iter(self._sampler)
-        return (list(islice(keys, size)) for size in self.sizes())
-
-
-class UserEvalBatches(Sampler[list[Any]]):
-    """A batch sampler for evaluation that yields this rank's share of the user's own batches.
-
-    Each batch goes to exactly one rank.
-    """
-
-    def __init__(self, user_sampler: Iterable[Any], rank: int, world_size: int, *, seed: int) -> None:
-        self.seed, self.epoch = seed, 0
-        share = split(_length(user_sampler, "batch sampler"), world_size, rank)
-        everyone = _drawn_batches(user_sampler, seed, self.epoch)
-        self._everyone = everyone
-        self._batches = everyone[share.start : share.stop]
-
-    def sizes(self) -> list[int]:
-        """The number of samples in each batch."""
-        return list(map(len, self._batches))
-
-    def filler_batch(self) -> list[Any]:
-        """The first batch, for a rank that has no batch of its own."""
-        return list(self._everyone[0])
-
-    def order(self) -> Sequence[Any]:
-        """The keys of all ranks' samples, rank by rank."""
-        return [*chain(*self._everyone)]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self._batches)
+def checksum(keys: Sequence[Any]) -> str:
+    """A checksum of keys in their order, as eight hexadecimal digits. Keys that are no integers: of their `repr`."""
+    return xxhash.xxh32_hexdigest(_content(_compact(keys)))
 
 
 # --- User-defined samplers --------------------------------------------------------------------------------------------
@@ -583,8 +379,27 @@ def _set_epochs(user_sampler: Iterable[Any]) -> list[Callable[[int], object]]:
     return [method for method in methods if callable(method)]
 
 
-def _draw(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> list[Any]:
-    """The items that the user's sampler yields in `epoch`, drawn with the same seeds on every rank and in every run.
+@dataclass(frozen=True)
+class _Drawn:
+    """What the user's own sampler has yielded for an epoch."""
+
+    epoch: int
+    keys: Sequence[Any]
+    """The keys of all samples, in order."""
+    bounds: Sequence[int]
+    """The position in `keys` of each batch, and the end of the last batch; of each key, if there are no batches."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the keys, and of their division into batches."""
+        content = self.keys
+        if not isinstance(self.bounds, range):
+            content = [[*self.keys[start:stop]] for start, stop in pairwise(self.bounds)]
+        return blake2b(_content(content)).hexdigest()
+
+
+def _drawn(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> _Drawn:
+    """Iterate over the user's sampler for `epoch`, with the same seeds on every rank and in every run.
 
     Random states are restored afterwards. `what`: "sampler" or "batch sampler", for messages.
     """
@@ -592,28 +407,44 @@ def _draw(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> list
         for set_epoch in _set_epochs(user_sampler):
             set_epoch(epoch)
         length = _length(user_sampler, what)
-        drawn = list(user_sampler)
+        items = list(user_sampler)
         # A sampler that counts epochs itself may now report the length of the next epoch, or may not have known the
         # length of this epoch before.
-        if len(drawn) == _length(user_sampler, what):
-            length = len(drawn)
-    if len(drawn) != length:
+        if len(items) == _length(user_sampler, what):
+            length = len(items)
+    if len(items) != length:
         raise DataError(
             f"the {what} ({type(user_sampler).__name__}) has length {length}, "
-            f"but yields {len(drawn)} items in epoch {epoch + 1}",
+            f"but yields {len(items)} items in epoch {epoch + 1}",
             "make its __len__ return the number of items in each epoch, which determines the number of steps",
         )
-    return drawn
-
-
-def _drawn_batches(user_sampler: Iterable[Any], seed: int, epoch: int) -> list[list[Any]]:
-    batches = [list(batch) for batch in _draw(user_sampler, seed, epoch, "batch sampler")]
+    if what == "sampler":
+        return _Drawn(epoch, _compact(items), range(length + 1))
+    batches = [list(batch) for batch in items]
     if [] in batches:
         raise DataError(
             f"the batch sampler ({type(user_sampler).__name__}) yields an empty batch at index {batches.index([])}",
             "skip empty batches, and do not count them in __len__",
         )
-    return batches
+    keys: Sequence[Any] = [*chain(*batches)]
+    if {*map(type, keys)} == {int}:  # the dataset gets the very objects of the user's batches
+        keys = _compact(keys)
+    return _Drawn(epoch, keys, array("q", accumulate(map(len, batches), initial=0)))
+
+
+def _compact(keys: Sequence[Any]) -> Sequence[Any]:
+    """Integers as an array, which takes 8 bytes per key; other keys as they are."""
+    if isinstance(keys, memoryview):
+        return keys
+    try:
+        return array("q", keys)
+    except (TypeError, OverflowError):
+        return keys
+
+
+def _content(keys: Sequence[Any]) -> memoryview | bytes:
+    """The bytes of compact keys; of other keys, those of their `repr`."""
+    return memoryview(keys) if isinstance(keys, memoryview | array) else repr([*keys]).encode()
 
 
 @contextmanager

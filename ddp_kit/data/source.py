@@ -1,6 +1,6 @@
 """Checks of the data that the user passes, and the batching options of the user's own DataLoader."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,12 +15,13 @@ from ddp_kit.data.loader_batches import iterates_itself
 from ddp_kit.data.sampler import samplers_in
 from ddp_kit.distributed.world import mixed_seed, random_states_kept, seed_generators
 from ddp_kit.errors import ConfigError, DataError
+from ddp_kit.structures import entries
 from ddp_kit.texts import kind_of
 
 Data = Dataset[Any] | DataLoader[Any] | Sequence[Any]
 
 _WANTED = "pass a torch Dataset or IterableDataset, or a DataLoader over one"
-_SHOWN = 4  # keys in a message
+_MAX_KEYS = 4  # keys in a message
 _MAX_NESTING = 5  # the largest depth of nested datasets
 
 
@@ -29,8 +30,7 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
 
     `role`: such as "train_data", for messages. Raises `DataError` for data that cannot be divided among ranks.
     """
-    loader = data if isinstance(data, DataLoader) else None
-    dataset = loader.dataset if loader is not None else data
+    dataset, loader = dataset_and_loader(data)
     if loader is not None and not loader.in_order and loader.num_workers > 1:
         raise DataError(
             f"{role} is a DataLoader with in_order=False, whose {loader.num_workers} workers may return batches in any "
@@ -53,6 +53,11 @@ def open_data(data: object, role: str) -> "tuple[Any, DataLoader[Any] | None]":
     if loader is not None:
         _check_loader(loader, role)
     return dataset, loader
+
+
+def dataset_and_loader(data: object) -> "tuple[Any, DataLoader[Any] | None]":
+    """(dataset, the user's own DataLoader) of data; None in place of the DataLoader if `data` is a dataset."""
+    return (data.dataset, data) if isinstance(data, DataLoader) else (data, None)
 
 
 class DatasetEpoch:
@@ -78,11 +83,8 @@ class DatasetEpoch:
 def set_epoch(dataset: Any, epoch: int, nesting: int = 0) -> None:
     """Call `set_epoch` of a dataset and of the datasets inside it, if they have this method."""
     if nesting < _MAX_NESTING:
-        several = getattr(dataset, "datasets", None)  # of a ConcatDataset, StackDataset or ChainDataset
-        if isinstance(several, Mapping):
-            several = several.values()
-        inner = [*several] if isinstance(several, list | tuple | ValuesView) else []
-        for part in [*inner, getattr(dataset, "dataset", None)]:  # the latter of a Subset
+        several = entries(getattr(dataset, "datasets", None))  # of a ConcatDataset, StackDataset or ChainDataset
+        for _, part in [*(several or ()), ("dataset", getattr(dataset, "dataset", None))]:  # the latter of a Subset
             set_epoch(part, epoch, nesting + 1)
     if callable(method := getattr(dataset, "set_epoch", None)):
         method(epoch)
@@ -103,7 +105,7 @@ def _no_dataset(data: Any) -> tuple[str, str] | None:
     if hasattr(data, "iloc"):
         return f"{kind}, which is indexed by column", "pass TensorDataset(torch.tensor(data.to_numpy())), or a Dataset"
     if isinstance(data, Mapping) and 0 not in data:
-        names = [repr(name) for name in islice(data, _SHOWN)]
+        names = [repr(name) for name in islice(data, _MAX_KEYS)]
         return f"{kind} with the keys {', '.join(names)}", (
             "pass a dataset whose samples have the indices 0, 1, ...: one of the values, or TensorDataset(*values)"
         )
@@ -154,12 +156,12 @@ def _check_loader(loader: "DataLoader[Any]", role: str) -> None:
 
 @dataclass(frozen=True)
 class Batching:
-    """The batching options of the user's own DataLoader."""
+    """How samples become batches: by the options of the user's own DataLoader, or by the configuration."""
 
-    size: int | None
+    size: int | None = None
     """Samples per batch; None if the user's own code makes the batches, or if only the configuration determines it."""
-    shuffle: bool
-    drop_last: bool
+    shuffle: bool = False
+    drop_last: bool = False
     sampler: Iterable[Any] | None = None
     """The user's own sampler over all samples."""
     batches: Iterable[Any] | None = None
@@ -167,34 +169,43 @@ class Batching:
     divided: bool = False
     """Whether each batch of `batches` is a global batch, which is divided among the ranks."""
 
+    @property
+    def own(self) -> Iterable[Any] | None:
+        """The user's own sampler or batch sampler."""
+        return self.sampler if self.batches is None else self.batches
 
-def batching(loader: "DataLoader[Any] | None") -> Batching | None:
-    """The batching options of a DataLoader; None without a DataLoader."""
+
+def batching(loader: "DataLoader[Any] | None") -> Batching:
+    """The batching options of a DataLoader; the default ones without a DataLoader."""
     if loader is None:
-        return None
+        return Batching()
     if isinstance(loader.dataset, IterableDataset) or iterates_itself(loader):
         return Batching(loader.batch_size, shuffle=False, drop_last=loader.drop_last)
     batches: Any = loader.batch_sampler
     if type(batches) is not BatchSampler:
-        return Batching(None, shuffle=False, drop_last=False, batches=batches)
-    size, drop_last, sampler = batches.batch_size, batches.drop_last, batches.sampler
+        return Batching(batches=batches)
+    size = batches.batch_size
+    drop_last = batches.drop_last
+    sampler = batches.sampler
     if isinstance(sampler, DistributedSampler):  # torch's own: `open_data` rejects others
         return Batching(size, sampler.shuffle, drop_last or sampler.drop_last)
     dataset: Any = loader.dataset
     known = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
     if known and len(cast(Sized, sampler)) == len(dataset):  # made by DataLoader(shuffle=...): each sample once
         return Batching(size, isinstance(sampler, RandomSampler), drop_last)
-    return Batching(size, shuffle=False, drop_last=drop_last, sampler=sampler)
+    return Batching(size, drop_last=drop_last, sampler=sampler)
 
 
-def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: DataConfig) -> Batching | None:
-    """The batching options of training data: those of the DataLoader, or data.sampler or data.batch_sampler.
+def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: DataConfig) -> Batching:
+    """The batching options of training data: those of the DataLoader, or of the configuration.
 
     Raises `ConfigError` if the data has no indices or a sampler of its own, `DataError` for a DistributedSampler.
     """
-    sampler, batches = config.sampler, config.batch_sampler
-    if sampler is None and batches is None:
-        return batching(loader)
+    sampler = config.sampler
+    batches = config.batch_sampler
+    own = sampler if batches is None else batches
+    if own is None:
+        return Batching(shuffle=config.shuffle) if loader is None else batching(loader)
     name = "data.sampler" if batches is None else "data.batch_sampler"
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
@@ -207,34 +218,33 @@ def train_batching(dataset: object, loader: "DataLoader[Any] | None", config: Da
             f"pass the dataset itself, with settings such as num_workers and collate_fn in data={{...}}; or leave out "
             f"{name}",
         )
-    for part in samplers_in(cast(Iterable[Any], sampler if batches is None else batches)):
+    for part in samplers_in(own):
         if hasattr(part, "num_replicas"):
             raise DataError(
                 f"{name} contains a {type(part).__name__}, which yields only this rank's samples",
                 "leave out this sampler, or use one over all samples: the Trainer divides the samples among the ranks",
             )
-    return Batching(None, shuffle=False, drop_last=False, sampler=sampler, batches=batches, divided=batches is not None)
+    return Batching(sampler=sampler, batches=batches, divided=batches is not None)
 
 
-def parts_with_state(dataset: object, options: Batching | None) -> list[str]:
+def parts_with_state(dataset: object, options: Batching) -> list[str]:
     """The names of the classes of the dataset and its samplers that have `state_dict` and `load_state_dict`."""
     parts = [dataset]
-    for own in () if options is None else (options.batches, options.sampler):
-        if own is not None:
-            parts += samplers_in(own)
+    if options.own is not None:
+        parts += samplers_in(options.own)
     names = ("state_dict", "load_state_dict")
     return [type(part).__name__ for part in parts if all(callable(getattr(part, name, None)) for name in names)]
 
 
-def check_batch_size(options: Batching | None, micro_batch: int, asked: bool = False) -> None:
+def check_batch_size(options: Batching, micro_batch: int, asked: bool = False) -> None:
     """Raise `DataError` if the user's DataLoader and the configuration have different batch sizes.
 
     `asked`: whether the configuration sets global_batch_size or micro_batch_size.
     """
-    if options is None:
-        return
     if options.size is None and asked and options.sampler is None and not options.divided:
-        maker = "the DataLoader has batch_size=None, so the dataset" if options.batches is None else "the batch sampler"
+        maker = "the batch sampler"
+        if options.batches is None:
+            maker = "the DataLoader has batch_size=None, so the dataset"
         raise DataError(
             f"{maker} decides the batch size, but the configuration sets one too",
             "leave out global_batch_size and micro_batch_size: each batch is one micro-batch of one rank, and "

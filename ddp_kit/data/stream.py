@@ -26,21 +26,18 @@ from ddp_kit.data.collate import (
     checked_batches,
     data_error,
     identity_collate,
-    tensors_in,
     warn_about_left_out_samples,
 )
 from ddp_kit.data.loader_batches import name_of_stream
 from ddp_kit.data.loading import (
-    ByValue,
-    chosen_collate,
-    collate_by_value,
+    collate_and_send,
     expose_user_dataset,
     loader_options,
-    sends_by_value,
 )
 from ddp_kit.data.source import set_epoch
 from ddp_kit.distributed.world import RandomStates, World, mixed_seed, random_states, seed_generators, set_random_states
 from ddp_kit.errors import DataError
+from ddp_kit.structures import tensors_in
 
 _SKIPPED_TURN = 0
 """The sample count that a worker yields to skip a turn if, after a resume, another worker has the first turn."""
@@ -78,7 +75,9 @@ class Stream:
         self._epoch.fill_(epoch)
         self.states.clear()
         batches: Any = self._loader.dataset
-        batches.begin_at = (epoch, {state.reader: state for state in states}, states[-1].reader + 1) if states else None
+        batches.begin_at = None
+        if states:
+            batches.begin_at = (epoch, {state.reader: state for state in states}, states[-1].reader + 1)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         for samples, batch, state in checked_batches(self._loader):
@@ -88,12 +87,15 @@ class Stream:
                 raise data_error(batch, None)
             if type(batch) is Partial:
                 warn_about_left_out_samples()
-                samples, batch = samples and batch.samples, batch.batch
+                samples = samples and batch.samples
+                batch = batch.batch
                 if samples == 0:
                     continue
             if state is not None:
                 self.states.append(state)
-            yield _count(batch) if samples is None else samples, batch
+            if samples is None:
+                samples = _count(batch)
+            yield samples, batch
 
 
 def build_stream(
@@ -122,17 +124,16 @@ def build_stream(
         )
     options = loader_options(config, world, seed, template)
     options["worker_init_fn"] = partial(expose_user_dataset, options.get("worker_init_fn"))
-    whole = template is not None and template.batch_size is None
-    collate = chosen_collate(config, template)
-    by_value = sends_by_value(options["num_workers"])
+    collate, send = collate_and_send(config, template, options["num_workers"])
     epoch = torch.zeros((), dtype=torch.int64)
     if options["num_workers"]:
         epoch.share_memory_()  # type: ignore[no-untyped-call]
     batches = StreamBatches(
         dataset,
-        None if whole else tuple(sizes),
-        partial(collate_by_value, collate) if by_value else collate,
-        ByValue if by_value else identity_collate,
+        sizes,
+        collate,
+        send,
+        whole=template is not None and template.batch_size is None,
         drop_last=template is not None and template.drop_last,
         epoch=epoch,
         seed=mixed_seed(seed, world.rank),
@@ -176,16 +177,17 @@ class IsolatedRandomStates:
 class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]]):
     """Groups a stream's samples into batches, in the process that reads them.
 
-    `sizes`: as for `build_stream`; None if the dataset yields whole batches.
+    `sizes`: as for `build_stream`. `whole`: whether the dataset yields whole batches.
     """
 
     def __init__(
         self,
         dataset: "IterableDataset[Any]",
-        sizes: tuple[int, ...] | None,
+        sizes: Sequence[int],
         collate: Callable[..., Any],
         sent: Callable[[Any], Any],
         *,
+        whole: bool,
         drop_last: bool,
         epoch: Tensor,
         seed: int,
@@ -197,15 +199,24 @@ class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]])
         self._record_states = record_states and has_state
         self.begin_at: tuple[int, dict[int, ReaderState], int] | None = None
         """Position to resume from: the epoch, the state of each reader, and the reader whose turn it is."""
-        self._sizes = sizes
+        self._whole = whole
+        self._sizes = (1,) if whole else tuple(sizes)
         self._collate = collate
         self._sent = sent  # applied to each state, which contains tensors
         self._drop_last = drop_last
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[int | None, Any, ReaderState | None]]:
-        epoch, info = int(self._epoch), get_worker_info()
-        reader, turns = (0, 1) if info is None else (info.id, info.num_workers)
+        epoch = int(self._epoch)
+        reader = 0
+        turns = 1
+        process = ""
+        info = get_worker_info()
+        if info is not None:
+            reader = info.id
+            turns = info.num_workers
+            process = f", read by DataLoader worker {reader}"
+        first = reader
         start = None
         if self.begin_at is not None and self.begin_at[0] == epoch:
             _, states, turn = self.begin_at
@@ -218,29 +229,36 @@ class StreamBatches(IterableDataset[tuple[int | None, Any, ReaderState | None]])
         with isolated:
             set_epoch(dataset, epoch)
             if start is not None:
+                first = start.number
                 dataset.load_state_dict(start.dataset)
             stream = iter(dataset)
             if start is not None:
                 set_random_states(start.random)
-        for number in count(reader if start is None else start.number, turns):
-            size = 1 if self._sizes is None else self._sizes[number % len(self._sizes)]
+        for number in count(first, turns):
+            size = self._sizes[number % len(self._sizes)]
             with isolated:
                 samples: list[Any] = []
                 try:
                     samples.extend(islice(stream, size))
                 except Exception as error:
-                    worker = "" if info is None else f", read by DataLoader worker {info.id}"
                     name = name_of_stream(dataset)
                     error.add_note(
-                        f"while reading item {len(samples)} of batch {number} of {name}{worker} (numbers start at 0)"
+                        f"while reading item {len(samples)} of batch {number} of {name}{process} (numbers start at 0)"
                     )
                     raise
                 if not samples or (self._drop_last and len(samples) < size):
                     return
-                batch = self._collate(samples[0], 0) if self._sizes is None else self._collate(samples, len(samples))
-                dataset_state = copy.deepcopy(dataset.state_dict()) if self._record_states else None
-            after = ReaderState(reader, number + turns, isolated.states, dataset_state) if self._record_states else None
-            yield None if self._sizes is None else len(samples), batch, after if after is None else self._sent(after)
+                content: Any = samples
+                known: int | None = len(samples)
+                if self._whole:
+                    (content,) = samples
+                    known = None
+                batch = self._collate(content, known or 0)
+                dataset_state = self._record_states and copy.deepcopy(dataset.state_dict())
+            after = None
+            if self._record_states:
+                after = self._sent(ReaderState(reader, number + turns, isolated.states, dataset_state))
+            yield known, batch, after
 
 
 def _count(batch: Any) -> int:

@@ -1,7 +1,7 @@
 """Batches with a maximum number of tokens instead of a fixed number of samples."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch.utils.data import Sampler
@@ -65,12 +65,10 @@ class TokenBatchSampler(Sampler[list[int]]):
             for _, group in groupby(self._by_length, key=self._lengths.__getitem__):
                 same = [*group]
                 order += [same[place] for place in torch.randperm(len(same), generator=generator)]
-        batches, start = [], 0
-        for size in self._sizes:
-            batches.append(order[start : start + size])
-            start += size
-        places = torch.randperm(len(batches), generator=generator) if self._shuffle else range(len(batches))
-        return (batches[place] for place in places)
+        batches = [order[start:stop] for start, stop in pairwise(accumulate(self._sizes, initial=0))]
+        if self._shuffle:
+            batches = [batches[place] for place in torch.randperm(len(batches), generator=generator)]
+        return iter(batches)
 
 
 def _sizes(ascending: Sequence[int], tokens: int) -> Iterator[int]:

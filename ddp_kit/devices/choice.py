@@ -1,5 +1,6 @@
 """Choose the GPUs of a launch from the visible GPUs that no other launch holds."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,15 +21,16 @@ def choose(
     `held`: GPU UUID -> the other launch that holds the GPU.
     """
     request = _Request(asked, command, machine, visible(machine, env), env.get(VISIBLE_GPUS), held)
-    if asked is None:
-        return request.all() if request.seen else ()
-    value = asked.strip()
+    if asked is None and not request.seen:
+        return ()
+    value = "all" if asked is None else asked.strip()
+    free = value.removeprefix("free:")
     if value == "all":
         return request.all()
     if value.isdecimal():
         return request.number(int(value))
-    if value.startswith("free:") and value.removeprefix("free:").isdecimal():
-        return request.free(int(value.removeprefix("free:")))
+    if free != value and free.isdecimal():
+        return request.free(int(free))
     return request.named([word.strip() for word in value.split(",") if word.strip()])
 
 
@@ -77,10 +79,10 @@ class _Request:
                 "use, for example, --gpus 2, --gpus all, --gpus free:2 or --gpus 0,2; `ddpkit devices` lists the GPUs",
             )
         chosen = tuple(self._one(word, len(names)) for word in names)
-        twice = [gpu.label for _, gpu in chosen if sum(gpu.uuid == other.uuid for _, other in chosen) > 1]
-        if twice:
+        gpu, times = Counter(gpu for _, gpu in chosen).most_common(1)[0]
+        if times > 1:
             raise UsageError(
-                f"--gpus {self.asked} names GPU {twice[0]} more than once",
+                f"--gpus {self.asked} names GPU {gpu.label} more than once",
                 "list each GPU once: ddpkit starts one process per GPU",
             )
         return self._check_not_held(chosen)
@@ -97,7 +99,8 @@ class _Request:
                 "use enough characters of the UUID to select one GPU",
             )
         if not matches:
-            raise self._not_found(count, "" if word.isdecimal() else f", none of which matches {word}")
+            which = "" if word.isdecimal() else f", none of which matches {word}"
+            raise self._not_found(count, which)
         return matches[0]
 
     def _not_held(self) -> Chosen:
@@ -114,35 +117,41 @@ class _Request:
     def _not_found(self, count: int, which: str = "") -> UsageError:
         if not self.machine:
             return UsageError(
-                f"{self._what()} is not available: this machine has no NVIDIA GPU, or no driver for one",
-                f"run `ddpkit launch --nproc-per-node {count} {self.command}` to train on the CPU",
+                f"{self._wanted()} is not available: this machine has no NVIDIA GPU, or no driver for one",
+                self._command(f"--nproc-per-node {count}", "to train on the CPU"),
             )
-        limit = "" if self.mask is None else f" (limited by {VISIBLE_GPUS}={self.mask})"
         summary = f"found {len(self.seen)}" if self.seen else "none of these is usable"
-        return self._refusal(f"{summary}{limit}{which}", count)
+        if self.mask is not None:
+            summary += f" (limited by {VISIBLE_GPUS}={self.mask})"
+        return self._refusal(f"{summary}{which}", count)
 
     def _refusal(self, why: str, count: int) -> UsageError:
-        lines = [self._line(position, gpu) for position, (_, gpu) in enumerate(self.seen)]
+        lines = [self._gpu_text(position, gpu) for position, (_, gpu) in enumerate(self.seen)]
         listed = "\n    ".join(lines or [gpu.described(self.held.get(gpu.uuid, "")) for gpu in self.machine])
-        return UsageError(f"{self._what()} is not available: {why}:\n    {listed}", self._hint(count))
+        return UsageError(f"{self._wanted()} is not available: {why}:\n    {listed}", self._hint(count))
 
-    def _line(self, position: int, gpu: Gpu) -> str:
+    def _gpu_text(self, position: int, gpu: Gpu) -> str:
         line = gpu.described(self.held.get(gpu.uuid, ""))
-        return line if gpu.label == str(position) else f"position {position} is GPU {line}"
+        if gpu.label == str(position):
+            return line
+        return f"position {position} is GPU {line}"
 
-    def _what(self) -> str:
+    def _wanted(self) -> str:
         return "the default (all visible GPUs)" if self.asked is None else f"--gpus {self.asked}"
+
+    def _command(self, flags: str, why: str) -> str:
+        return f"run `ddpkit launch {flags} {self.command}` {why}"
 
     def _hint(self, count: int) -> str:
         available = self._not_held()
         free = [pair for pair in available if not pair[1].busy]
         only_free = (self.asked or "").strip().startswith("free:")
         if only_free and free:
-            instead, why = f"--gpus free:{min(count, len(free))}", "to use the free GPUs"
-        elif available:
-            instead, why = f"--gpus {min(count, len(available))}", "to use the available GPUs, free ones first"
-        elif self.seen:
-            instead, why = f"--nproc-per-node {count}", "to share GPUs with those launches, or wait for them to end"
-        else:
-            instead, why = f"--nproc-per-node {count}", "to train on the CPU"
-        return f"run `ddpkit launch {instead} {self.command}` {why}"
+            return self._command(f"--gpus free:{min(count, len(free))}", "to use the free GPUs")
+        if available:
+            return self._command(f"--gpus {min(count, len(available))}", "to use the available GPUs, free ones first")
+        if self.seen:
+            return self._command(
+                f"--nproc-per-node {count}", "to share GPUs with those launches, or wait for them to end"
+            )
+        return self._command(f"--nproc-per-node {count}", "to train on the CPU")

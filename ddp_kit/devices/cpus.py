@@ -5,10 +5,14 @@ In all functions, `root` is the folder that contains `proc` and `sys`.
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from types import MappingProxyType
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
 
 # --- Control groups ---------------------------------------------------------------------------------------------------
 # Source: the kernel's documentation of cgroup-v2 (memory.max, cpu.max), of the memory resource controller
@@ -17,8 +21,7 @@ from types import MappingProxyType
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """The memory limit in bytes, or None if there is no limit."""
-    limit = _least(root, "memory", _memory_limit)
-    return None if limit is None else int(limit)
+    return _least(root, "memory", _memory_limit)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -40,7 +43,7 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def _least(root: Path, controller: str, limit: Callable[[Path], float | None]) -> float | None:
+def _least(root: Path, controller: str, limit: Callable[[Path], Number | None]) -> Number | None:
     limits = [number for group in _groups(root, controller) if (number := limit(group)) is not None]
     return min(limits, default=None)
 
@@ -57,15 +60,19 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         yield from (mount / part for part in (group, *group.parents))
 
 
-def _memory_limit(group: Path) -> float | None:
+def _memory_limit(group: Path) -> int | None:
     word = _read(group / "memory.max") or _read(group / "memory.limit_in_bytes")
     return int(word) if word.isdecimal() else None  # otherwise: `max`
 
 
 def _cpu_quota(group: Path) -> float | None:
     words = _read(group / "cpu.max").split()
-    quota, period = words if len(words) == 2 else (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None  # otherwise: `max` or -1
+    if len(words) != 2:
+        words = [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]
+    if not all(map(str.isdecimal, words)):  # `max` or -1
+        return None
+    quota, period = map(int, words)
+    return quota / period
 
 
 def _read(path: Path) -> str:
@@ -90,8 +97,14 @@ class Cpus:
 
 def here(root: Path = Path("/")) -> Cpus:
     """The CPU affinity and control group quota of this process. `root`: the folder that contains `proc` and `sys`."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Cpus(MappingProxyType({cpu: _core(cpu, root) for cpu in sorted(usable)}), cpu_quota(root))
+    return Cpus(MappingProxyType({cpu: _core(cpu, root) for cpu in usable_cpus()}), cpu_quota(root))
+
+
+def usable_cpus() -> list[int]:
+    """The logical CPUs that this process may run on."""
+    if sys.platform == "linux":
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def threads_each(cpus: Cpus, bound: Sequence[tuple[int, ...]]) -> int:

@@ -11,7 +11,7 @@ import pynvml
 
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.masking import masked
-from ddp_kit.texts import GIB
+from ddp_kit.texts import plural, shortened, used_of
 
 # --- NVML queries -----------------------------------------------------------------------------------------------------
 # Every query may fail.
@@ -73,7 +73,9 @@ class Process:
             return "a process in another container"
         if not self.user:
             return f"pid {self.pid} (user and command unknown)"
-        return f"pid {self.pid} of {self.user}" + (f": {self.command}" if self.command else "")
+        if not self.command:
+            return f"pid {self.pid} of {self.user}"
+        return f"pid {self.pid} of {self.user}: {self.command}"
 
 
 def process_info(pid: int) -> Process:
@@ -82,24 +84,21 @@ def process_info(pid: int) -> Process:
     try:
         process = psutil.Process(pid)
         user = process.username()
+        command = process.name()
         argv = process.cmdline()
-        command = " ".join([PurePath(argv[0]).name, *argv[1:]]) if argv else process.name()
+        if argv:
+            command = " ".join([PurePath(argv[0]).name, *argv[1:]])
     except psutil.Error:  # the process has ended, or is not visible to this one
         pass
-    return Process(pid, user, _shown(command))
-
-
-def _shown(command: str) -> str:
-    """A command on one line, without secrets and control characters."""
     line = "".join(letter if letter.isprintable() else " " for letter in masked(command)).strip()
-    return line if len(line) <= _COMMAND_LENGTH else f"{line[: _COMMAND_LENGTH - 3]}..."
+    return Process(pid, user, shortened(line, _COMMAND_LENGTH))
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 _MASK_WORDS = 32  # room for the numbers of 2048 CPU cores
-_SHOWN_PROCESSES = 3
+_MOST_PROCESSES = 3  # in the description of a GPU
 # The driver itself uses some memory. If more is used, a process uses the GPU, perhaps one that is invisible in
 # this container.
 _IDLE_MEMORY_SHARE = 0.1
@@ -139,7 +138,9 @@ class Gpu:
     @property
     def label(self) -> str:
         """The GPU's name in messages: `2`, or `2:0` for the first MIG device on GPU 2."""
-        return str(self.index) if self.mig is None else f"{self.index}:{self.mig}"
+        if self.mig is None:
+            return str(self.index)
+        return f"{self.index}:{self.mig}"
 
     @property
     def is_mig(self) -> bool:
@@ -156,7 +157,7 @@ class Gpu:
         """The used and the total memory, such as `1.5 of 80 GiB`, or an empty string if not known."""
         if not self.memory_total:
             return ""
-        return f"{self.memory_used / GIB:.1f} of {self.memory_total / GIB:.0f} GiB"
+        return used_of(self.memory_used, self.memory_total)
 
     def state(self, holder: str = "") -> str:
         """The state in words, such as held, busy or free. `holder`: the launch that holds the GPU, if any."""
@@ -165,15 +166,23 @@ class Gpu:
         if not self.usable:
             return "in MIG mode without MIG devices"
         if self.processes:
-            return f"busy: {len(self.processes)} process{'es' if len(self.processes) > 1 else ''}"
-        return "busy: memory is in use, perhaps by a process in another container" if self.busy else "free"
+            return f"busy: {plural(len(self.processes), 'process', 'processes')}"
+        if self.busy:
+            return "busy: memory is in use, perhaps by a process in another container"
+        return "free"
 
     def described(self, holder: str = "") -> str:
         """One line of text about the GPU and the processes that use it."""
-        used = f"{self.memory} used, " if self.memory else ""
-        users = [] if holder else [str(user.process) for user in self.processes]
-        shown = f" ({'; '.join(users[:_SHOWN_PROCESSES])}{'; ...' if len(users) > _SHOWN_PROCESSES else ''})"
-        return f"{self.label}: {self.name}, {used}{self.state(holder)}{shown if users else ''}"
+        text = f"{self.label}: {self.name}, "
+        if self.memory:
+            text += f"{self.memory} used, "
+        text += self.state(holder)
+        if holder or not self.processes:
+            return text
+        users = [str(user.process) for user in self.processes]
+        if len(users) > _MOST_PROCESSES:
+            users[_MOST_PROCESSES:] = ["..."]
+        return f"{text} ({'; '.join(users)})"
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -196,10 +205,11 @@ def visible(machine: tuple[Gpu, ...], env: Mapping[str, str]) -> tuple[tuple[str
         matches = [gpu for gpu in machine if gpu.usable and selects(word, gpu)]
         if len(matches) > 1 and not word.isdecimal():
             break
-        gpu = matches[0] if matches else None
-        if gpu is None and word.startswith("MIG-"):
+        if matches:
+            gpu = matches[0]
+        elif word.startswith("MIG-"):
             gpu = Gpu(len(seen), word, "MIG device", memory_total=0, memory_used=0)
-        if gpu is None:
+        else:
             break
         if any(gpu.uuid == other.uuid for _, other in seen):
             return ()
@@ -222,12 +232,14 @@ def _units(index: int, handle: Any) -> tuple[Gpu, ...]:
         return (whole,)
     most = query(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
     parts = (_mig_device(whole, handle, number) for number in range(most))
-    return tuple(part for part in parts if part is not None) or (replace(whole, usable=False),)
+    return tuple(filter(None, parts)) or (replace(whole, usable=False),)
 
 
 def _mig_device(whole: Gpu, handle: Any, number: int) -> Gpu | None:
     part = query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
-    gpu = None if part is None else _gpu(whole.index, part)
+    if part is None:
+        return None
+    gpu = _gpu(whole.index, part)
     return gpu and replace(gpu, mig=number, numa_node=whole.numa_node, near=whole.near)
 
 
@@ -242,13 +254,13 @@ def _gpu(index: int, handle: Any) -> Gpu | None:
     nodes = bits(query(pynvml.nvmlDeviceGetMemoryAffinity, handle, _MASK_WORDS, pynvml.NVML_AFFINITY_SCOPE_NODE))
     return Gpu(
         index=index,
-        uuid=_text(uuid),
-        name=_text(query(pynvml.nvmlDeviceGetName, handle) or "GPU"),
-        memory_total=memory.total if memory else 0,
-        memory_used=memory.used if memory else 0,
+        uuid=_decoded(uuid),
+        name=_decoded(query(pynvml.nvmlDeviceGetName, handle) or "GPU"),
+        memory_total=getattr(memory, "total", 0),
+        memory_used=getattr(memory, "used", 0),
         processes=tuple(GpuProcess(process_info(user.pid), user.usedGpuMemory) for user in users),
-        load=load.gpu if load else None,
-        numa_node=nodes[0] if nodes else None,
+        load=getattr(load, "gpu", None),
+        numa_node=next(iter(nodes), None),
         near=bits(query(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS)),
     )
 
@@ -286,10 +298,10 @@ def gpu_usage() -> tuple[GpuUsage, ...]:
 def gpu_usage_reader() -> Iterator[Callable[[], tuple[GpuUsage, ...]]]:
     """Yield a function that does the same as `gpu_usage`, but keeps NVML initialised between calls."""
     with handles() as pairs:
-        yield lambda: tuple(_read(pairs))
+        yield lambda: tuple(_usage(pairs))
 
 
-def _read(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
+def _usage(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
     for index, handle in pairs:
         memory = query(pynvml.nvmlDeviceGetMemoryInfo, handle)
         load = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
@@ -297,19 +309,21 @@ def _read(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
         users = query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
         yield GpuUsage(
             index=index,
-            uuid=_text(query(pynvml.nvmlDeviceGetUUID, handle)),
-            name=_text(query(pynvml.nvmlDeviceGetName, handle)),
-            load=load.gpu if load else None,
-            memory_used=memory.used if memory else None,
-            memory_total=memory.total if memory else None,
+            uuid=_decoded(query(pynvml.nvmlDeviceGetUUID, handle)),
+            name=_decoded(query(pynvml.nvmlDeviceGetName, handle)),
+            load=getattr(load, "gpu", None),
+            memory_used=getattr(memory, "used", None),
+            memory_total=getattr(memory, "total", None),
             power=None if power is None else power / 1000,
             temperature=query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             pids=tuple(user.pid for user in users),
         )
 
 
-def _text(value: str | bytes | None) -> str:
-    return value.decode() if isinstance(value, bytes) else value or ""
+def _decoded(value: str | bytes | None) -> str:
+    if isinstance(value, bytes):
+        return value.decode()
+    return value or ""
 
 
 # --- Links between GPUs -----------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def reserved(make: Callable[[Mapping[str, str]], T], gpus_of: Callable[[T], Iter
 def holders() -> dict[str, Process]:
     """The processes that hold GPUs, by GPU UUID."""
     processes = {}
-    for name in _names():
+    for name in _socket_names():
         kind, _, rest = name.partition("/")
         parts = rest.split("/", 2)
         if kind == _HOLDER and len(parts) == 3 and parts[1].isdecimal():  # other programs may use any name
@@ -67,8 +67,9 @@ def holders() -> dict[str, Process]:
 def _hold(gpu: Gpu, ours: ExitStack) -> None:
     try:
         for name in (f"{_GPU}/{gpu.uuid}", f"{_HOLDER}/{_pid_namespace()}/{os.getpid()}/{gpu.uuid}"):
-            mark = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))  # not inherited by workers
+            mark = ours.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             mark.bind(f"\0{name}")
+            mark.set_inheritable(True)  # by the program that may replace this one, not by child processes
     except OSError as error:
         raise UsageError(
             f"GPU {gpu.label} cannot be reserved: {error.strerror or error}",
@@ -96,7 +97,7 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _names() -> list[str]:
+def _socket_names() -> list[str]:
     """The names of the abstract sockets in this network namespace."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()

@@ -88,7 +88,7 @@ class _Barriers:
 
     def answer(self, question: str) -> None:
         """Append this rank's location to the key `question`."""
-        words = self.heartbeat.where if self.heartbeat is not None else "the script"
+        words = "the script" if self.heartbeat is None else self.heartbeat.where
         location = RankLocation(self.rank, collectives_of_default_group(), words)
         self.control.store.append(question, f"{location}\n")
 
@@ -210,7 +210,8 @@ class _Wait:
 
     def until_all_arrived(self, seconds: float) -> dict[int, RankLocation]:
         """Log this rank's arrival and wait for the others; returns the ranks' locations. Raises `WorldError`."""
-        control, deadline = self._control, time.monotonic() + seconds
+        control = self._control
+        deadline = time.monotonic() + seconds
         try:
             lines = control.append(self._log, str(self._location))
             is_first = lines[0] == str(self._location)
@@ -259,7 +260,8 @@ class _Wait:
 
     def _reason_to_fail(self, deadline: float) -> str | None:
         """Why a missing rank will not arrive: which rank, and why; None if all of them may still arrive."""
-        control, now = self._control, time.monotonic()
+        control = self._control
+        now = time.monotonic()
         if not control.is_open:
             if control.rank_0_ended:
                 raise self._error(f"rank 0 ({_ENDED})")  # if rank 0 has served the store, nothing can be written to it
@@ -285,7 +287,7 @@ class _Wait:
     def _skipped(self, missing: Sequence[int], now: float) -> str | None:
         """The reason if a missing rank has skipped this barrier. Logs where the missing ranks are, at intervals."""
         locations = {rank: self._answers.get(rank) for rank in missing}
-        due = self._next_line if None not in locations.values() else self._next_line + SILENT_SECONDS
+        due = self._next_line + SILENT_SECONDS * (None in locations.values())
         if missing and now >= due:
             self._next_line = now + REPEAT_SECONDS
             where = "; ".join(

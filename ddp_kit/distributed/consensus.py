@@ -83,7 +83,8 @@ class StepConsensus:
             self._hold = self._agreed = None
             self.running = True
             self._control = self._open_control()
-            loop, self._loops = f"requests/{self._name}/{self._loops}", self._loops + 1
+            loop = f"requests/{self._name}/{self._loops}"
+            self._loops += 1
             self._thread = threading.Thread(
                 target=self._serve, args=[self._control, loop, self._closed], name="step_consensus", daemon=True
             )
@@ -112,13 +113,15 @@ class StepConsensus:
                 self._known.wait()
             if self._agreed is None or self._begun < self._agreed[0]:
                 return None
-            request, self._agreed = self._agreed[1], None
+            request = self._agreed[1]
+            self._agreed = None
             self._known.notify_all()
             return request
 
     def stops(self) -> bool:
         """Whether this rank requests a stop, or a stop is granted after this step. Does not wait for other ranks."""
-        agreed, requests = self._agreed, [self._poll()]
+        agreed = self._agreed
+        requests = [self._poll()]
         if agreed is not None and self._begun >= agreed[0]:
             requests.append(agreed[1])
         return self.running and any(request is not None and request.purpose is Purpose.STOP for request in requests)
@@ -128,7 +131,8 @@ class StepConsensus:
         self._closed.set()
         with self._known:
             self._known.notify_all()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             self._control.wake()
             thread.join(_JOIN_SECONDS)
@@ -184,7 +188,8 @@ class StepConsensus:
                 return False
         last = max(int(line.split()[1]) for line in answers)
         with self._known:
-            self._agreed, self._hold = (last, request), None
+            self._agreed = (last, request)
+            self._hold = None
             self._known.notify_all()
             while self._agreed is not None and not closed.is_set():
                 self._known.wait()

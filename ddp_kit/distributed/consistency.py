@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -45,14 +46,16 @@ def bits(tensors: Iterable[Tensor]) -> Tensor:
             if part.numel() < _SMALL:
                 small.setdefault((part.dtype, part.device), []).append(part.reshape(-1))
             else:
-                sums += [numbers.sum() for numbers in _whole(part.reshape(-1))]
+                sums += [numbers.sum() for numbers in _int64_parts(part.reshape(-1))]
     for (dtype, _), group in small.items():
         if count := sum(map(Tensor.numel, group)):
             padding = group[0].new_zeros(-count % max(1, 8 // dtype.itemsize))
             sums.append(_spread(torch.cat((*group, padding)).view(torch.int64)))
     if len(sums) == 1:
         return sums[0]
-    return _spread(_stacked(sums, sums[0].device)) if sums else torch.zeros((), dtype=torch.int64)
+    if not sums:
+        return torch.zeros((), dtype=torch.int64)
+    return _spread(_stacked(sums, sums[0].device))
 
 
 def _stacked(scalars: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -64,16 +67,20 @@ def _spread(numbers: Tensor) -> Tensor:
     return (numbers * torch.arange(1, 2 * len(numbers), 2, device=numbers.device)).sum()
 
 
-def _whole(flat: Tensor) -> list[Tensor]:
+def _int64_parts(flat: Tensor) -> list[Tensor]:
     """The bytes of a tensor as int64 tensors, because summing eight bytes at a time is fastest.
 
     The last bytes, if fewer than eight are left, are padded with zeros.
     """
-    flat, size = flat.contiguous(), flat.element_size()
+    flat = flat.contiguous()
+    size = flat.element_size()
     rest = flat.numel() * size % 8 // size
-    head, parts = flat[: flat.numel() - rest], []
+    head = flat[: flat.numel() - rest]
+    parts = []
+    if head.storage_offset() * size % 8:
+        head = head.clone()
     if head.numel():
-        parts.append((head.clone() if head.storage_offset() * size % 8 else head).view(torch.int64))
+        parts.append(head.view(torch.int64))
     if rest:
         parts.append(torch.cat((flat[-rest:], flat.new_zeros(8 // size - rest))).view(torch.int64))
     return parts
@@ -122,7 +129,8 @@ def facts_of_optimizer(
     optimizers = stepped_optimizer, optimizer
     # If the user added a group to one of the two, their lengths differ, and the next step raises an error.
     pairs = zip(*(chain(*(group["params"] for group in one.param_groups)) for one in optimizers), strict=False)
-    states, sums = {}, []
+    states = {}
+    sums = []
     for model_parameter, parameter in pairs:
         state = states[names[id(model_parameter)]] = optimizer.state.get(parameter, {})
         tensors = [value for value in pytree.tree_leaves(state) if isinstance(value, Tensor)]
@@ -162,13 +170,13 @@ def settings_of(optimizer: Optimizer) -> str:
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of each parameter group of an optimizer, without its parameters; scalar tensors as numbers."""
     return [
-        {
-            name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
+        {name: _number(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
     ]
+
+
+def _number(value: Any) -> Any:
+    """The number in a tensor with one element; other values as they are."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def schedule(scheduler: LRScheduler | None) -> str:
@@ -181,11 +189,7 @@ def schedule(scheduler: LRScheduler | None) -> str:
 def rates(optimizer: Optimizer) -> int:
     """A hash, below 2**56, of the learning rates and other settings that schedulers change. Skips tensors on a GPU."""
     values = [
-        tuple(
-            value.item() if isinstance(value, Tensor) else value
-            for value in map(group.get, _RATES)
-            if not isinstance(value, Tensor) or value.is_cpu
-        )
+        tuple(_number(value) for value in map(group.get, _RATES) if not isinstance(value, Tensor) or value.is_cpu)
         for group in optimizer.param_groups
     ]
     return digest_of(repr(values).encode())
@@ -232,7 +236,7 @@ def differing(
         "the weights of the model": replicas,
         "the state of the optimizer": optimizer_replicas,
     }
-    for number, (name, groups) in enumerate(islice(names.items(), len(rows[0]) // 2 if rows else 0)):
+    for number, (name, groups) in enumerate(islice(names.items(), len(next(iter(rows), ())) // 2)):
         for group in groups:
             if len({tuple(rows[rank][2 * number : 2 * number + 2]) for rank in group}) > 1:
                 return name
@@ -295,18 +299,23 @@ def first_difference(
     `groups`: groups of ranks to compare with each other; empty: compare all ranks. `on_host`: whether to exchange the
     facts in host memory, without waiting for the device.
     """
+    hosts = host_group(world) if on_host else None
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
-    table = zip(*gathered(world, numbers, host_group(world) if on_host else None), strict=True)
+    table = zip(*gathered(world, numbers, hosts), strict=True)
     for (name, fact), values in zip(facts.items(), table, strict=True):
         for group in groups or [range(world.world_size)]:
-            if len({values[rank] for rank in group}) > 1:
-                by_rank = {rank: values[rank] for rank in group}
-                text = _numbers(by_rank) if isinstance(fact, int) else which_differ(by_rank)
-                if isinstance(fact, Shown):
-                    shown = masked(f"{name.rpartition(' ')[2]}={fact}").partition("=")[2]
-                    texts = gathered_bytes(shown.encode(), world, host_group(world) if on_host else None)
-                    text = _values({rank: texts[rank].decode() for rank in group}, by_rank)
-                return Difference(f"{name}: {text}", minority(by_rank))
+            if len({values[rank] for rank in group}) == 1:
+                continue
+            by_rank = {rank: values[rank] for rank in group}
+            if isinstance(fact, int):
+                text = _numbers_by_rank(by_rank)
+            elif isinstance(fact, Shown):
+                shown = masked(f"{name.rpartition(' ')[2]}={fact}").partition("=")[2]
+                texts = gathered_bytes(shown.encode(), world, hosts)
+                text = _values_by_rank({rank: texts[rank].decode() for rank in group}, by_rank)
+            else:
+                text = which_differ(by_rank)
+            return Difference(f"{name}: {text}", minority(by_rank))
     return None
 
 
@@ -316,27 +325,34 @@ def minority(values: Mapping[int, Hashable]) -> tuple[int, ...]:
     `values`: rank -> value, in rank order.
     """
     ((most_common, count),) = Counter(values.values()).most_common(1)
-    return tuple(rank for rank, value in values.items() if value != most_common) if 2 * count > len(values) else ()
+    if 2 * count <= len(values):
+        return ()
+    return tuple(rank for rank, value in values.items() if value != most_common)
 
 
 def which_differ(values: Mapping[int, Hashable]) -> str:
     """Text such as `rank 2 differs from ranks 0, 1`. Without a majority, ranks are compared with the first one."""
     first = next(iter(values))
-    few = minority(values) or [rank for rank, value in values.items() if value != values[first]]
-    others = [rank for rank in values if rank not in few] if minority(values) else [first]
-    return f"{_ranks(few)} {'differs' if len(few) == 1 else 'differ'} from {_ranks(others)}"
+    few = minority(values)
+    others = [rank for rank in values if rank not in few]
+    if not few:
+        few = tuple(rank for rank, value in values.items() if value != values[first])
+        others = [first]
+    verb = "differs" if len(few) == 1 else "differ"
+    return f"{_rank_names(few)} {verb} from {_rank_names(others)}"
 
 
-def _numbers(values: Mapping[int, int]) -> str:
+def _numbers_by_rank(values: Mapping[int, int]) -> str:
     """Text such as `9 on rank 2; 8 on ranks 0, 1`; without a majority, the numbers in rank order."""
     few = minority(values)
     if not few:
-        return f"{', '.join(map(str, values.values()))} on {_ranks([*values])}"
+        return f"{', '.join(map(str, values.values()))} on {_rank_names([*values])}"
     others = [rank for rank in values if rank not in few]
-    return f"{', '.join(str(values[rank]) for rank in few)} on {_ranks(few)}; {values[others[0]]} on {_ranks(others)}"
+    rare = ", ".join(str(values[rank]) for rank in few)
+    return f"{rare} on {_rank_names(few)}; {values[others[0]]} on {_rank_names(others)}"
 
 
-def _values(texts: Mapping[int, str], values: Mapping[int, Hashable]) -> str:
+def _values_by_rank(texts: Mapping[int, str], values: Mapping[int, Hashable]) -> str:
     """Text such as `'/b' on rank 2; '/a' on ranks 0, 1`, starting with the rarest value.
 
     `texts`: the value of each rank as text. `values`: what tells which of them are equal.
@@ -344,14 +360,15 @@ def _values(texts: Mapping[int, str], values: Mapping[int, Hashable]) -> str:
     ranks: dict[Hashable, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
-    first, last = min(texts.values()), max(texts.values())
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    common = len(commonprefix([*texts.values()]))  # noqa: RUF071 - characters, not the parts of a path
     start = max(0, common - _BEFORE_DIFFERENCE)
-    parts = [f"{_excerpt(texts[group[0]], start)} on {_ranks(group)}" for group in sorted(ranks.values(), key=len)]
-    return "; ".join(parts[:_SHOWN_VALUES]) + (f"; {len(parts) - _SHOWN_VALUES} more" * (len(parts) > _SHOWN_VALUES))
+    parts = [f"{_excerpt(texts[group[0]], start)} on {_rank_names(group)}" for group in sorted(ranks.values(), key=len)]
+    return "; ".join(parts[:_MAX_VALUES]) + (f"; {len(parts) - _MAX_VALUES} more" * (len(parts) > _MAX_VALUES))
 
 
-_BEFORE_DIFFERENCE, _LONGEST_VALUE, _SHOWN_VALUES = 30, 80, 8
+_BEFORE_DIFFERENCE = 30
+_LONGEST_VALUE = 80
+_MAX_VALUES = 8
 
 
 def _excerpt(text: str, start: int) -> str:
@@ -359,14 +376,15 @@ def _excerpt(text: str, start: int) -> str:
     if len(text) <= _LONGEST_VALUE:
         return text
     end = start + _LONGEST_VALUE
-    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
+    return "..." * (start > 0) + text[start:end] + "..." * (end < len(text))
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _rank_names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     if len(ranks) > 2 and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]:
         return f"ranks {ranks[0]} to {ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
 
 
 def first_losses(world: World, kind: int, problem: DdpKitError | None) -> list[int]:
@@ -397,7 +415,7 @@ def facts_of_run(config: TrainerConfig, optimizer: Optimizer, metrics: Iterable[
 def facts_of_settings(config: TrainerConfig, group: str = "") -> Facts:
     """The settings that must be the same on all ranks. `group`: only the settings of this group, such as `parallel`."""
     settings = settings_equal_on_all_ranks(config)
-    prefix = f"{group}." if group else ""
+    prefix = group and f"{group}."
     return {f"{_SETTING}{name}": Shown(repr(value)) for name, value in settings.items() if name.startswith(prefix)}
 
 

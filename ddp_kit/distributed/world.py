@@ -23,6 +23,7 @@ from torch import Tensor
 from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, plan_request, rank_for_messages
 from ddp_kit.errors import WorldError
 from ddp_kit.state_values import real_number
+from ddp_kit.texts import plural
 from ddp_kit.torch_internals import abort_process_groups, default_store
 from ddp_kit.uncaught import show_without_traceback
 
@@ -76,9 +77,10 @@ class World:
             return tensor
         if plan_request() is not None:  # there is only this process; the memory is that of the rows of all ranks
             return torch.cat([tensor] * self.world_size)
-        shape = ("rows", *tensor.shape[1:]) if tensor.dim() else ()
+        shape = ["rows", *tensor.shape[1:]][: tensor.dim()]
+        rows = sum(tensor.shape[:1])  # 0 for a scalar
         form = f"of {tensor.dtype} and shape [{', '.join(map(str, shape))}]"
-        sizes = gathered(self, [tensor.size(0) if shape else 0, crc32(form.encode())], host_group(self))
+        sizes = gathered(self, [rows, crc32(form.encode())], host_group(self))
         if not shape or len({of_form for _, of_form in sizes}) > 1:
             raise WorldError(
                 f"world.all_gather got a tensor {form} on rank {self.rank}, which does not fit those of other ranks",
@@ -108,7 +110,9 @@ class _AllRows(torch.autograd.Function):
 
 
 def join(
-    *, share_gpus: bool = False, starting: Callable[[int, int], AbstractContextManager[None]] | None = None
+    *,
+    share_gpus: bool = False,
+    starting: Callable[[int, int], AbstractContextManager[None]] = lambda _rank, _world_size: nullcontext(),
 ) -> World:
     """Read this process's ranks from its environment, choose its device, and initialise the process group.
 
@@ -124,18 +128,18 @@ def join(
     worker = from_env()
     if dist.is_initialized() and worker.world_size != dist.get_world_size():
         # The script started its processes itself and has set their devices.
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        rank, size, local_rank = dist.get_rank(), dist.get_world_size(), device.index or 0
-        worker = worker._replace(rank=rank, world_size=size, local_rank=local_rank)
         gpus: tuple[torch.device, ...] = ()
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        worker = worker._replace(rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=device.index or 0)
     else:
         gpus = _gpus(worker, share_gpus)
-        device = gpus[0] if gpus else torch.device("cpu")
+        device = next(iter(gpus), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if worker.world_size > 1 and not dist.is_initialized():
-        with starting(worker.rank, worker.world_size) if starting is not None else nullcontext():
+        with starting(worker.rank, worker.world_size):
             _start_group(worker, device, share_gpus, binds=len(gpus) <= 1)
         show_without_traceback(worker.rank)  # again, because init_process_group installs an excepthook
     return World(
@@ -197,12 +201,14 @@ class RandomStates:
 def random_states(world: World | None = None) -> RandomStates:
     """The states of the CPU generators; with `world`, also the states of the generators of this process's GPUs."""
     numpy = sys.modules.get("numpy")
-    gpus = (world.gpus or (world.device,)) if world is not None and world.device.type == "cuda" else ()
+    of_device = None
+    if world is not None and world.device.type == "cuda":
+        of_device = torch.cat([torch.cuda.get_rng_state(gpu) for gpu in world.gpus or (world.device,)])
     return RandomStates(
         random.getstate(),
         torch.default_generator.get_state(),
         None if numpy is None else numpy.random.get_state(),
-        torch.cat([torch.cuda.get_rng_state(gpu) for gpu in gpus]) if gpus else None,
+        of_device,
     )
 
 
@@ -213,10 +219,10 @@ def set_random_states(states: RandomStates) -> None:
     if states.numpy is not None:
         sys.modules["numpy"].random.set_state(states.numpy)
     if states.device is not None:
-        first, size = torch.cuda.current_device(), len(torch.cuda.get_rng_state())
-        for index, state in enumerate(states.device.view(-1, size), first):
-            if index < torch.cuda.device_count():  # the process that saved the states may have had more GPUs
-                torch.cuda.set_rng_state(state, index)
+        indices = range(torch.cuda.current_device(), torch.cuda.device_count())
+        of_gpus = states.device.view(-1, len(torch.cuda.get_rng_state()))
+        for index, state in zip(indices, of_gpus, strict=False):  # the process that saved them may have had more GPUs
+            torch.cuda.set_rng_state(state, index)
 
 
 @contextmanager
@@ -246,8 +252,9 @@ def _gpus(worker: WorkerEnv, share_gpus: bool) -> tuple[torch.device, ...]:
     if share_gpus:
         return (torch.device("cuda", worker.local_rank % visible),)
     count = worker.gpus_per_process or (visible if worker.world_size == 1 else 1)
-    # If only one GPU is visible, it may be this rank's own: `srun --gpus-per-task` shows each process another one.
-    first = 0 if visible == count == 1 else worker.local_rank * count
+    first = worker.local_rank * count
+    if visible == count == 1:
+        first = 0  # the GPU may be this rank's own: `srun --gpus-per-task` shows each process another one
     if first + count <= visible:
         return tuple(torch.device("cuda", index) for index in range(first, first + count))
     if count == 1:
@@ -319,7 +326,8 @@ def all_ranks_end(world_size: int, seconds: float = _END_SECONDS) -> bool:
 
     Uses only the store of the process group. False if the store has closed.
     """
-    deadline, pause = time.monotonic() + seconds, max(_DRAIN_SECONDS, world_size / _POLLS_PER_SECOND)
+    deadline = time.monotonic() + seconds
+    pause = max(_DRAIN_SECONDS, world_size / _POLLS_PER_SECOND)
     try:
         store: Any = default_store()
         is_last = store.add("ddpkit/ending", 1) == world_size
@@ -335,7 +343,12 @@ def all_ranks_end(world_size: int, seconds: float = _END_SECONDS) -> bool:
 
 def rank_count(number: int) -> str:
     """The number of ranks as text, such as "1 rank" or "2 ranks"."""
-    return f"{number} rank{'' if number == 1 else 's'}"
+    return plural(number, "rank")
+
+
+def _device_for(world: World, hosts: dist.ProcessGroup | None) -> torch.device:
+    """The device of tensors that are exchanged in the group `hosts`, or in the default group."""
+    return world.device if hosts is None else torch.device("cpu")
 
 
 def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None = None) -> list[list[int]]:
@@ -343,8 +356,7 @@ def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None =
 
     `numbers`: must have the same length on each rank. `hosts`: a group for host memory, instead of the default group.
     """
-    device = world.device if hosts is None else torch.device("cpu")
-    row = torch.tensor(numbers, dtype=torch.int64, device=device)
+    row = torch.tensor(numbers, dtype=torch.int64, device=_device_for(world, hosts))
     rows = [row]
     if world.world_size > 1:
         rows = [torch.empty_like(row) for _ in range(world.world_size)]
@@ -357,7 +369,7 @@ def gathered_bytes(content: bytes, world: World, hosts: dist.ProcessGroup | None
     if world.world_size == 1:
         return [content]
     lengths = [length for (length,) in gathered(world, [len(content)], hosts)]
-    device = world.device if hosts is None else torch.device("cpu")
+    device = _device_for(world, hosts)
     padded = torch.frombuffer(bytearray(content.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
     rows = [torch.empty_like(padded, device=device) for _ in lengths]
     dist.all_gather(rows, padded.to(device), group=hosts)
@@ -374,16 +386,14 @@ def encoded(states: RandomStates) -> str:
     """Random states as text: a line of JSON, then one line of base64 per generator, which is fast to encode."""
     version, numbers, gauss = states.python
     blocks = {"python": array("I", numbers).tobytes(), "torch": states.torch.numpy().tobytes()}
-    numpy = states.numpy
-    if numpy is not None:
-        blocks["numpy"] = numpy[1].tobytes()
+    of_numpy = None
+    if states.numpy is not None:
+        kind, key, *rest = states.numpy
+        of_numpy = [kind, *map(float, rest)]
+        blocks["numpy"] = key.tobytes()
     if states.device is not None:
         blocks["device"] = states.device.numpy().tobytes()
-    first = {
-        "python": [version, gauss],
-        "numpy": None if numpy is None else [numpy[0], *map(float, numpy[2:])],
-        "lines": list(blocks),
-    }
+    first = {"python": [version, gauss], "numpy": of_numpy, "lines": list(blocks)}
     return "\n".join([json.dumps(first), *(b64encode(block).decode() for block in blocks.values())])
 
 
@@ -403,9 +413,6 @@ def decoded(text: str) -> RandomStates:
         numpy = (numpy[0], key, int(numpy[1]), int(numpy[2]), numpy[3])
     if gauss is not None:
         gauss = real_number(gauss, "gauss_next of Python's generator")  # Python accepts any object here
-    return RandomStates(
-        (version, tuple(array("I", bytes(blocks["python"]))), gauss),
-        torch.frombuffer(blocks["torch"], dtype=torch.uint8),
-        numpy,
-        torch.frombuffer(blocks["device"], dtype=torch.uint8) if "device" in blocks else None,
-    )
+    tensors = {name: torch.frombuffer(block, dtype=torch.uint8) for name, block in blocks.items()}
+    python = tuple(array("I", bytes(blocks["python"])))
+    return RandomStates((version, python, gauss), tensors["torch"], numpy, tensors.get("device"))

@@ -6,20 +6,21 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
 from ddp_kit.devices import cpus
-from ddp_kit.doctor.machine import Machine, Version
+from ddp_kit.doctor.machine import Machine, ProbeResult, Version
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.rendezvous import holder
 from ddp_kit.masking import masked
-from ddp_kit.texts import GIB, size_text
+from ddp_kit.texts import GIB, plural, size_text
 
 # --- Check results ----------------------------------------------------------------------------------------------------
 
@@ -76,14 +77,12 @@ _MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's default
 def memory(machine: Machine) -> CheckResult:
     """Check how much memory this process may use, given the machine's memory and the cgroup limit."""
     total = _machine_memory(machine)
-    limit = cpus.memory_limit(machine.root)
-    may_use = min(total, limit if limit is not None else total)
+    may_use = min(total, cpus.memory_limit(machine.root) or total)
     found = f"memory: {size_text(total)}"
     if may_use < total:
         found = f"memory: {size_text(may_use)} of the machine's {size_text(total)} (cgroup limit)"
     if may_use < _MIN_MEMORY:
-        settings = [f"{engine.name}: {engine.memory_setting}" for engine in ENGINES.values() if engine.memory_setting]
-        fix = f"docker run --memory=16g ...  # {'; '.join(settings)}"
+        fix = f"docker run --memory=16g ...  # {_by_engine(lambda engine: engine.memory_setting)}"
         return warn(f"{found} may be too little; torch alone takes about 0.5 GiB per process", fix)
     return ok(found)
 
@@ -91,7 +90,7 @@ def memory(machine: Machine) -> CheckResult:
 def cpu(machine: Machine) -> CheckResult:
     """Check how many of the machine's CPU cores this process may use, given its CPU affinity and the cgroup quota."""
     quota = cpus.cpu_quota(machine.root)
-    may_use = min(machine.usable_cores, quota if quota is not None else machine.usable_cores)
+    may_use = min(machine.usable_cores, quota or machine.usable_cores)
     found = f"CPU cores: {machine.cores}"
     if quota is not None and may_use == quota < machine.cores:
         found = (
@@ -101,8 +100,7 @@ def cpu(machine: Machine) -> CheckResult:
     elif may_use < machine.cores:
         found = f"CPU cores: {machine.usable_cores} of the machine's {machine.cores} may be used"
     if may_use < 1:
-        settings = [f"{engine.name}: {engine.cpus_setting}" for engine in ENGINES.values() if engine.cpus_setting]
-        fix = f"docker run --cpus=4 ...  # {'; '.join(settings)}"
+        fix = f"docker run --cpus=4 ...  # {_by_engine(lambda engine: engine.cpus_setting)}"
         return warn(found, fix)
     return ok(found)
 
@@ -113,9 +111,13 @@ def open_files(machine: Machine) -> CheckResult:
     DataLoader workers keep one file open for each tensor that they send. Network connections also count as open files.
     """
     soft, hard = machine.open_files
-    if soft < 0 or soft >= _MIN_OPEN_FILES:
-        return ok(f"open files: {'no limit' if soft < 0 else f'{soft:,}'}")
-    may_have = _PROPOSED_OPEN_FILES if hard < 0 else min(hard, _PROPOSED_OPEN_FILES)
+    if soft < 0:
+        return ok("open files: no limit")
+    if soft >= _MIN_OPEN_FILES:
+        return ok(f"open files: {soft:,}")
+    may_have = min(hard, _PROPOSED_OPEN_FILES)
+    if hard < 0:
+        may_have = _PROPOSED_OPEN_FILES
     fix = f"ulimit -n {may_have}"
     if may_have < _MIN_OPEN_FILES:
         fix = (
@@ -161,6 +163,11 @@ def shared_memory(machine: Machine) -> CheckResult:
     return ok(f"shared memory: {size_text(total)} in {shm}")
 
 
+def _by_engine(setting: Callable[[Engine], str]) -> str:
+    """The setting of each engine that has one."""
+    return "; ".join(f"{engine.name}: {setting(engine)}" for engine in ENGINES.values() if setting(engine))
+
+
 def _machine_memory(machine: Machine) -> int:
     for line in (machine.root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
@@ -202,7 +209,8 @@ def clock(machine: Machine) -> CheckResult:
 
 def host_name(machine: Machine) -> CheckResult:
     """Check whether the host name resolves to this machine: gloo and other nodes use the name to reach the machine."""
-    name, result = machine.host, machine.probes.host()
+    name = machine.host
+    result = machine.probes.host()
     fix = f'echo "127.0.1.1 {name}" >> /etc/hosts'
     if result.ran_out_of_time:
         return warn(f"host name {name!r} was not checked: {result.error}", f"{_AGAIN}; `getent hosts {name}` tests it")
@@ -249,8 +257,10 @@ def checkpoints(machine: Machine) -> CheckResult:
         _, free = machine.space(folder)
     except OSError as error:
         fix = _ANOTHER_FOLDER
-        if isinstance(error, PermissionError) or not folder.exists():
-            fix = f"{'sudo chown $USER' if folder.exists() else 'mkdir -p'} {shlex.quote(str(folder))}"
+        if not folder.exists():
+            fix = f"mkdir -p {shlex.quote(str(folder))}"
+        elif isinstance(error, PermissionError):
+            fix = f"sudo chown $USER {shlex.quote(str(folder))}"
         return fail(f"checkpoint folder {folder} cannot be written to: {error.strerror}", fix)
     found = f"checkpoint folder {folder}: {size_text(free)} free"
     if free < _MIN_FREE_DISK:
@@ -260,7 +270,9 @@ def checkpoints(machine: Machine) -> CheckResult:
 
 def kept_processes(machine: Machine) -> CheckResult | None:
     """Name the kept processes, which use memory."""
-    return ok(machine.kept_processes) if machine.kept_processes else None
+    if not machine.kept_processes:
+        return None
+    return ok(machine.kept_processes)
 
 
 def _is_free(port: int) -> bool:
@@ -287,10 +299,9 @@ def driver(machine: Machine) -> CheckResult:
     found = machine.driver
     if found.cards:
         cuda = ".".join(map(str, found.cuda or ())) or "unknown"
-        count = len(found.cards)
+        count = plural(len(found.cards), "GPU")
         names = ", ".join(dict.fromkeys(card.gpu.name for card in found.cards))
-        summary = f"{count} GPU{'s' if count > 1 else ''}: {names}; driver {found.version} supports up to CUDA {cuda}"
-        return ok(summary)
+        return ok(f"{count}: {names}; driver {found.version} supports up to CUDA {cuda}")
     evidence = _evidence_of_gpu(machine)
     if not evidence and found.error and not found.absent:
         evidence = "NVML is installed"
@@ -302,7 +313,8 @@ def driver(machine: Machine) -> CheckResult:
 
 def visible_gpus(machine: Machine) -> CheckResult | None:
     """Check which GPUs CUDA_VISIBLE_DEVICES makes visible."""
-    cards, mask = machine.driver.cards, machine.env.get(VISIBLE_GPUS)
+    cards = machine.driver.cards
+    mask = machine.env.get(VISIBLE_GPUS)
     if not cards:
         return None
     if mask is None:
@@ -323,7 +335,7 @@ def visible_gpus(machine: Machine) -> CheckResult | None:
         )
         return fail(found, fix)
     if any(gpu.uuid.startswith("MIG-") for (gpu,) in seen):
-        return ok(f"{setting}: {len(seen)} MIG device{'s' if len(seen) > 1 else ''} visible")
+        return ok(f"{setting}: {plural(len(seen), 'MIG device')} visible")
     return ok(f"{setting}: {len(seen)} of {len(cards)} GPUs visible")
 
 
@@ -332,13 +344,14 @@ def orphaned_processes(machine: Machine) -> CheckResult | None:
     if not machine.driver.cards:
         return None
     proc = machine.root / "proc"
-    lines, kills = [], []
+    lines = []
+    kills = []
     for index, pid in sorted({(card.gpu.index, pid) for card in machine.driver.cards for pid in card.processes}):
         if not (proc / str(pid)).exists():
             lines.append(f"GPU {index}: pid {pid}, which is not in {proc}")
         elif _is_orphan(proc, pid):
-            command = masked(" ".join(_words(proc, pid))) or _text(proc / str(pid) / "comm")
-            lines.append(f"GPU {index}: pid {pid} of {_user(proc, pid)}, {command}")
+            command = masked(" ".join(_argv(proc, pid))) or _content(proc / str(pid) / "comm")
+            lines.append(f"GPU {index}: pid {pid} of {_owner(proc, pid)}, {command}")
             kills.append(str(pid))
     if not lines:
         return ok("no orphaned process uses a GPU")
@@ -365,11 +378,11 @@ def ecc(machine: Machine) -> CheckResult | None:
 
 def _evidence_of_gpu(machine: Machine) -> str:
     """Evidence, in words, of a GPU that the driver does not report; an empty string if there is none."""
-    node = next(iter(sorted((machine.root / "dev").glob("nvidia[0-9]*"))), None)
-    if node is not None:
-        return f"{node} exists"
+    nodes = sorted((machine.root / "dev").glob("nvidia[0-9]*"))
+    if nodes:
+        return f"{nodes[0]} exists"
     for device in sorted((machine.root / "sys/bus/pci/devices").glob("*")):
-        if _text(device / "vendor") == _NVIDIA and _text(device / "class").startswith(_DISPLAY_CLASS):
+        if _content(device / "vendor") == _NVIDIA and _content(device / "class").startswith(_DISPLAY_CLASS):
             return f"there is an NVIDIA card at {device.name} on the PCI bus"
     return ""
 
@@ -388,11 +401,11 @@ def _is_orphan(proc: Path, pid: int) -> bool:
 
     In a container, process 1 may be a Python launcher instead. Its children are not orphans.
     """
-    after_name = _text(proc / str(pid) / "stat").rpartition(")")[2].split()
-    return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _words(proc, _INIT_PID)[:1])
+    after_name = _content(proc / str(pid) / "stat").rpartition(")")[2].split()
+    return after_name[1:2] == [str(_INIT_PID)] and not any("python" in word for word in _argv(proc, _INIT_PID)[:1])
 
 
-def _user(proc: Path, pid: int) -> str:
+def _owner(proc: Path, pid: int) -> str:
     number = (proc / str(pid)).stat().st_uid
     try:
         return pwd.getpwuid(number).pw_name
@@ -400,11 +413,11 @@ def _user(proc: Path, pid: int) -> str:
         return f"user {number}"
 
 
-def _words(proc: Path, pid: int) -> list[str]:
-    return [word for word in _text(proc / str(pid) / "cmdline").split("\0") if word]
+def _argv(proc: Path, pid: int) -> list[str]:
+    return [word for word in _content(proc / str(pid) / "cmdline").split("\0") if word]
 
 
-def _text(file: Path) -> str:
+def _content(file: Path) -> str:
     try:
         return file.read_text(errors="replace").strip()
     except OSError:
@@ -429,16 +442,18 @@ def torch(machine: Machine) -> CheckResult:
         return warn(f"torch was not checked: its import gave {result.error}", _AGAIN)
     if result.error:
         return fail(f"torch cannot be imported: {result.error}", f"{_PIP} --force-reinstall torch")
-    built = f"CUDA {result.facts['cuda']}" if result.facts["cuda"] else "CPU only"
+    cuda = result.facts["cuda"]
+    built = f"CUDA {cuda}" if cuda else "CPU only"
     return ok(f"torch {result.facts['version']} ({built})")
 
 
 def torch_and_driver(machine: Machine) -> CheckResult | None:
     """Check that torch was built with CUDA, and that the driver supports that CUDA version."""
-    facts, seen = _facts(machine), machine.driver.visible(machine.env)
-    if facts is None or not seen:
+    facts = _facts(machine)
+    if not facts or not machine.driver.visible(machine.env):
         return None
-    built, supported = facts["cuda"], machine.driver.cuda
+    built = facts["cuda"]
+    supported = machine.driver.cuda
     fix = _reinstall(_package(supported))
     if built is None:
         return fail(f"torch {facts['version']} was built without CUDA and cannot use a GPU", fix)
@@ -454,24 +469,25 @@ def torch_and_gpus(machine: Machine) -> CheckResult | None:
     """Check whether torch was built for the architectures of the visible GPUs."""
     facts = _facts(machine)
     seen = {gpu.uuid for gpu in machine.driver.visible(machine.env)}
-    needed = {card.capability: card.gpu.name for card in machine.driver.cards if card.gpu.uuid in seen}
-    needed.pop(None, None)
-    if facts is None or not facts["architectures"] or not needed:
+    cards = [card for card in machine.driver.cards if card.gpu.uuid in seen]
+    needed = {card.capability: card.gpu.name for card in cards if card.capability}
+    built_for = facts.get("architectures")
+    if not built_for or not needed:
         return None
-    built_for = facts["architectures"]
     for capability, name in needed.items():
-        if capability and not _runs_on(built_for, capability):
+        if not _runs_on(built_for, capability):
             found = f"torch was built for {' '.join(built_for)}, not for {name} ({_architecture(capability)})"
             too_old = all(_number(word) > _joined(capability) for word in built_for)
             package = _PACKAGES[-1][1] if too_old else _package(machine.driver.cuda)
             return fail(found, _reinstall(package))
-    return ok(f"torch has code for {', '.join(_architecture(found) for found in needed if found)}")
+    return ok(f"torch has code for {', '.join(map(_architecture, needed))}")
 
 
 def nccl(machine: Machine) -> CheckResult | None:
     """Check whether torch was built with NCCL, the library that exchanges gradients between GPUs."""
-    facts, seen = _facts(machine), machine.driver.visible(machine.env)
-    if facts is None or not facts["cuda"] or not seen:
+    facts = _facts(machine)
+    seen = machine.driver.visible(machine.env)
+    if not facts.get("cuda") or not seen:
         return None
     if facts["nccl"]:
         return ok(f"NCCL {facts['nccl']}")
@@ -485,65 +501,65 @@ def nccl(machine: Machine) -> CheckResult | None:
 
 def all_reduce(machine: Machine) -> CheckResult | None:
     """Check whether an all-reduce between two processes on the CPU works (gloo)."""
-    if _facts(machine) is None:
+    if not _facts(machine):
         return None
-    result = machine.probes.gloo()
-    if result.ran_out_of_time:
-        fix = f"{_AGAIN}; if that does not help: GLOO_SOCKET_IFNAME=lo ddpkit doctor"
-        return fail(f"all-reduce of 2 processes with gloo did not end: {result.error}", fix)
-    if result.error:
-        fix = "GLOO_SOCKET_IFNAME=lo ddpkit doctor  # if that helps, set the variable to the network interface to use"
-        return fail(f"all-reduce of 2 processes with gloo failed: {result.error}", fix)
-    return ok("all-reduce of 2 processes with gloo works")
+    advice = "set the variable to the network interface to use"
+    return _reduced(machine.probes.gloo(), "2 processes with gloo", "GLOO_SOCKET_IFNAME=lo", advice)
 
 
 def all_reduce_of_gpus(machine: Machine) -> CheckResult | None:
     """Check whether an all-reduce between two GPUs works (NCCL)."""
-    facts = _facts(machine)
-    if machine.probes.nccl is None or facts is None or not facts["nccl"]:
+    if machine.probes.nccl is None or not _facts(machine).get("nccl"):
         return None
-    result = machine.probes.nccl()
+    advice = "disable ACS or the IOMMU in the BIOS"
+    return _reduced(machine.probes.nccl(), "2 GPUs with NCCL", "NCCL_P2P_DISABLE=1", advice)
+
+
+def _reduced(result: ProbeResult, what: str, variable: str, advice: str) -> CheckResult:
+    """The result of an all-reduce. `advice`: what to do if the all-reduce works with `variable`."""
     if result.ran_out_of_time:
-        fix = f"{_AGAIN}; if that does not help: NCCL_P2P_DISABLE=1 ddpkit doctor"
-        return fail(f"all-reduce of 2 GPUs with NCCL did not end: {result.error}", fix)
+        fix = f"{_AGAIN}; if that does not help: {variable} ddpkit doctor"
+        return fail(f"all-reduce of {what} did not end: {result.error}", fix)
     if result.error:
-        fix = "NCCL_P2P_DISABLE=1 ddpkit doctor  # if that helps, disable ACS or the IOMMU in the BIOS"
-        return fail(f"all-reduce of 2 GPUs with NCCL failed: {result.error}", fix)
-    return ok("all-reduce of 2 GPUs with NCCL works")
+        fix = f"{variable} ddpkit doctor  # if that helps, {advice}"
+        return fail(f"all-reduce of {what} failed: {result.error}", fix)
+    return ok(f"all-reduce of {what} works")
 
 
 def matrix_product(machine: Machine) -> CheckResult | None:
     """Check whether each GPU computes the same matrix product as the CPU."""
-    facts, seen = _facts(machine), machine.driver.visible(machine.env)
-    if facts is None or not facts["cuda"] or not seen:
+    seen = machine.driver.visible(machine.env)
+    if not _facts(machine).get("cuda") or not seen:
         return None
     results = {gpu: machine.probes.products[gpu.uuid]() for gpu in seen}
     errors = {gpu: result.error for gpu, result in results.items() if result.error}
     if not errors:
-        return ok(f"a matrix product is correct on {len(seen)} GPU{'s' if len(seen) > 1 else ''}")
+        return ok(f"a matrix product is correct on {plural(len(seen), 'GPU')}")
     found = "; ".join(f"GPU {gpu.index}: {error}" for gpu, error in errors.items())
     if all("out of memory" in error for error in errors.values()):
         return warn(
             f"no memory is left for a matrix product: {found}",
             "ddpkit doctor  # run it again once the GPU is free",
         )
+    resets = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
     if all(results[gpu].ran_out_of_time for gpu in errors):
-        resets = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
         return fail(f"a matrix product did not end: {found}", f"{_AGAIN}; if that does not help: {resets}")
     if any("802" in error for error in errors.values()):  # cudaErrorSystemNotReady
-        fix = "sudo systemctl start nvidia-fabricmanager"
-    else:
-        fix = "; ".join(f"sudo nvidia-smi --gpu-reset -i {gpu.index}" for gpu in errors)
-    return fail(f"a matrix product fails: {found}", fix)
+        resets = "sudo systemctl start nvidia-fabricmanager"
+    return fail(f"a matrix product fails: {found}", resets)
 
 
-def _facts(machine: Machine) -> Mapping[str, Any] | None:
+def _facts(machine: Machine) -> Mapping[str, Any]:
+    """What torch reports about itself; empty if it cannot be imported."""
     result = machine.probes.torch()
-    return None if result.error else result.facts
+    return {} if result.error else result.facts
 
 
 def _package(supported: Version | None) -> str:
-    return next((name for oldest, name in _PACKAGES if supported is not None and supported >= oldest), _PACKAGES[0][1])
+    for oldest, name in _PACKAGES:
+        if supported is not None and supported >= oldest:
+            return name
+    return _PACKAGES[0][1]
 
 
 def _reinstall(package: str) -> str:

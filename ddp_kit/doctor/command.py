@@ -14,7 +14,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,6 +25,8 @@ from ddp_kit.env import NO_COLOR
 from ddp_kit.errors import printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.masking import masked
+from ddp_kit.terminal import Terminal
+from ddp_kit.texts import plural
 
 Check = Callable[[Machine], CheckResult | None]
 """A check returns None if it does not apply to this machine."""
@@ -58,6 +59,7 @@ CHECKS: dict[str, Check] = {
 }
 """All checks by name, in the order in which they run."""
 
+_KEPT = "\n"  # of control characters
 _COLOURS = {Status.OK: 32, Status.WARN: 33, Status.FAIL: 31}
 _EPILOG = f"""\
 exit codes:
@@ -79,31 +81,30 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], env: Mapping[str, str]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Check this machine, print each result as soon as it is known, and return the exit code."""
     args = parser().parse_args(argv)
-    colour = not env.get(NO_COLOR) and sys.stdout is not None and sys.stdout.isatty()
+    colour = not terminal.env.get(NO_COLOR) and sys.stdout is not None and sys.stdout.isatty()
     results = {}
-    for name, result in run_checks(env, args.dir.absolute()):
+    for name, result in run_checks(terminal.env, args.dir.absolute()):
         results[name] = result
         if not args.json:
             status = f"{result.status:<4}"
-            status = f"\033[{_COLOURS[result.status]}m{status}\033[0m" if colour else status
-            fix = f"\n      -> {result.fix}" if result.fix else ""
-            _print(f"{status}  " + printable(f"{result.found}{fix}", keep="\n"))
+            if colour:
+                status = f"\033[{_COLOURS[result.status]}m{status}\033[0m"
+            terminal.print_exactly(f"{status}  {printable(result.found, keep=_KEPT)}")
+            if result.fix:
+                terminal.print_exactly(f"      -> {printable(result.fix, keep=_KEPT)}")
     counts = {status: sum(result.status == status for result in results.values()) for status in Status}
     if args.json:
         listed = [{"name": name, **asdict(result)} for name, result in results.items()]
-        _print(json.dumps({"checks": listed, **counts}, indent=2))
+        terminal.print_exactly(json.dumps({"checks": listed, **counts}, indent=2))
     else:
-        plural = "" if counts[Status.WARN] == 1 else "s"
-        _print(f"{counts[Status.OK]} ok, {counts[Status.WARN]} warning{plural}, {counts[Status.FAIL]} failed")
-    return ExitCode.BROKEN if counts[Status.FAIL] else ExitCode.OK
-
-
-def _print(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # stdout is closed; the exit code still reports the result
-        print(text, flush=True)
+        warnings = plural(counts[Status.WARN], "warning")
+        terminal.print_text(f"{counts[Status.OK]} ok, {warnings}, {counts[Status.FAIL]} failed")
+    if counts[Status.FAIL]:
+        return ExitCode.BROKEN
+    return ExitCode.OK
 
 
 def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[tuple[str, CheckResult]]:

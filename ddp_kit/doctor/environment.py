@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -15,12 +15,13 @@ import psutil
 import ddp_kit
 from ddp_kit.arguments import Parser
 from ddp_kit.clusters import engines
-from ddp_kit.devices.cpus import cpu_quota, memory_limit
+from ddp_kit.devices.cpus import cpu_quota, memory_limit, usable_cpus
 from ddp_kit.doctor import machine
 from ddp_kit.env import reported_variables
 from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.masking import masked_env
+from ddp_kit.terminal import Terminal
 from ddp_kit.texts import size_text
 
 _FURTHER_PACKAGES = (
@@ -39,11 +40,14 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Print versions, hardware and environment variables, with secrets masked, and return the exit code."""
     args = parser().parse_args(argv)
-    report = facts(env)
-    print_text(json.dumps(report, indent=1) if args.json else _lines(report))
+    report = facts(terminal.env)
+    if args.json:
+        terminal.print_text(json.dumps(report, indent=1))
+    else:
+        terminal.print_text("\n".join(_report_lines(report)))
     return ExitCode.OK
 
 
@@ -52,22 +56,26 @@ def facts(env: Mapping[str, str]) -> dict[str, Any]:
     torch = machine.torch_facts(env)
     about = torch.facts
     nvidia = machine.detect()
-    cuda = "" if nvidia.cuda is None else f", CUDA up to {nvidia.cuda[0]}.{nvidia.cuda[1]}"
-    none = "none" if nvidia.absent else nvidia.error
+    driver = nvidia.version
+    if nvidia.cuda is not None:
+        driver += f", CUDA up to {nvidia.cuda[0]}.{nvidia.cuda[1]}"
+    if nvidia.error:
+        driver = "none" if nvidia.absent else nvidia.error
     distribution = "unknown distribution"
     with suppress(OSError, KeyError):
         distribution = platform.freedesktop_os_release()["PRETTY_NAME"]
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    processors = f"{len(usable_cpus())} of {os.cpu_count()} {platform.machine()}"
     quota = cpu_quota()
-    limit = "" if quota is None else f", limited to {quota:g}"
+    if quota is not None:
+        processors += f", limited to {quota:g}"
     return {
         "ddpkit": f"{ddp_kit.__version__}, {Path(ddp_kit.__file__).parent}",
         "Python": f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}",
         "torch": torch.error or f"{about['version']}, CUDA {about['cuda']}, NCCL {about['nccl']}",
         "system": f"{platform.platform()}, {distribution}",
-        "processors": f"{usable} of {os.cpu_count()} {platform.machine()}{limit}",
-        "memory": _memory(),
-        "driver": none if nvidia.error else f"{nvidia.version}{cuda}",
+        "processors": processors,
+        "memory": _memory_text(),
+        "driver": driver,
         "GPUs": [f"{card.gpu.label}: {card.gpu.name}, {size_text(card.gpu.memory_total)}" for card in nvidia.cards],
         "cluster": _cluster(env),
         "packages": _packages(),
@@ -75,9 +83,12 @@ def facts(env: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _memory() -> str:
-    total, limit = psutil.virtual_memory().total, memory_limit()
-    return size_text(total) + (f", limited to {size_text(limit)}" if limit is not None and limit < total else "")
+def _memory_text() -> str:
+    total = psutil.virtual_memory().total
+    limit = memory_limit() or total
+    if limit < total:
+        return f"{size_text(total)}, limited to {size_text(limit)}"
+    return size_text(total)
 
 
 def _cluster(env: Mapping[str, str]) -> str:
@@ -87,7 +98,9 @@ def _cluster(env: Mapping[str, str]) -> str:
         return error.message
     except SystemExit:  # only process 0 reports an error in the cluster's variables
         return "the cluster's variables cannot be used; run `ddpkit env` in process 0 to see why"
-    return "none recognised" if place is None else place.environment
+    if place is None:
+        return "none recognised"
+    return place.environment
 
 
 def _packages() -> dict[str, str]:
@@ -103,16 +116,16 @@ def _packages() -> dict[str, str]:
     return versions
 
 
-def _lines(report: Mapping[str, Any]) -> str:
-    lines = []
+def _report_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name, value in report.items():
-        if isinstance(value, str):
-            lines.append(f"{name + ':':<12} {value}")
-            continue
-        several = [f"{key}={of}" for key, of in value.items()] if isinstance(value, dict) else value
         if name == "packages":
-            lines.append(f"{name + ':':<12} {', '.join(f'{key} {of}' for key, of in value.items())}")
+            value = ", ".join(f"{key} {of}" for key, of in value.items())
+        elif isinstance(value, dict):
+            value = [f"{key}={of}" for key, of in value.items()]
+        if isinstance(value, str):
+            yield f"{name + ':':<12} {value}"
+        elif value:
+            yield f"{name}:"
+            yield from (f"  {line}" for line in value)
         else:
-            lines.append(f"{name + ':':<12} {'' if several else 'none'}".rstrip())
-            lines += [f"  {line}" for line in several]
-    return "\n".join(lines)
+            yield f"{name + ':':<12} none"

@@ -21,6 +21,7 @@ from typing import IO, Any
 import pynvml
 
 from ddp_kit.devices import gpus as devices
+from ddp_kit.devices.cpus import usable_cpus
 from ddp_kit.devices.gpus import Gpu, query
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.processes import die_with_parent
@@ -75,7 +76,7 @@ def detect() -> Driver:
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             pynvml.nvmlDeviceGetHandleByIndex(index)  # raises if a GPU has fallen off the bus
-        cuda = query(pynvml.nvmlSystemGetCudaDriverVersion)
+        cuda = query(pynvml.nvmlSystemGetCudaDriverVersion) or 0
         return Driver(
             version=str(query(pynvml.nvmlSystemGetDriverVersion) or "unknown"),
             cuda=(cuda // 1000, cuda % 1000 // 10) if cuda else None,
@@ -89,11 +90,11 @@ def detect() -> Driver:
 
 def _card(gpu: Gpu) -> Card:
     handle = pynvml.nvmlDeviceGetHandleByIndex(gpu.index)
-    uncorrected, since_reset = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    errors = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)  # since the last reset
     processes = query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
     return Card(
         gpu,
-        ecc_errors=query(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, since_reset),
+        ecc_errors=query(pynvml.nvmlDeviceGetTotalEccErrors, handle, *errors),
         capability=query(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         processes=tuple(process.pid for process in processes if process.pid > 0),
     )
@@ -153,16 +154,20 @@ def started(env: Mapping[str, str], host: str, gpus: Sequence[Gpu], limit_second
             except OSError as error:
                 return partial(ProbeResult, error=f"cannot listen on {_LOOPBACK}: {error}")
             with listening:
-                store, port = listening.fileno(), listening.getsockname()[1]
-                ranks = [("reduce", backend, rank, str(port), str(store)) for rank in ("0", "1")]
+                store = listening.fileno()
+                port = str(listening.getsockname()[1])
+                ranks = [("reduce", backend, rank, port, str(store)) for rank in ("0", "1")]
                 return start(*ranks, env=env, inherited=[store])
 
-        whole = [gpu.uuid for gpu in gpus if not gpu.uuid.startswith("MIG-")]  # NCCL needs one GPU per process
+        whole = [gpu.uuid for gpu in gpus if not gpu.is_mig]  # NCCL needs one GPU per process
+        nccl = None
+        if len(whole) > 1:
+            nccl = reduce("nccl", {**env, VISIBLE_GPUS: ",".join(whole[:2])})
         yield Probes(
             host=start(("host", host)),
             torch=start(("facts",)),
             gloo=reduce("gloo"),
-            nccl=reduce("nccl", {**env, VISIBLE_GPUS: ",".join(whole[:2])}) if len(whole) > 1 else None,
+            nccl=nccl,
             products={gpu.uuid: start(("product",), env={**env, VISIBLE_GPUS: gpu.uuid}) for gpu in gpus},
         )
 
@@ -188,7 +193,8 @@ class _RunningProbe:
         outputs: Sequence[IO[bytes]],
         limit_seconds: float,
     ) -> None:
-        self._limit, self._start = limit_seconds, time.monotonic()
+        self._limit = limit_seconds
+        self._start = time.monotonic()
         self._outputs = outputs
         self._processes: list[Popen[bytes]] = []
         self._result: ProbeResult | None = None
@@ -215,7 +221,7 @@ class _RunningProbe:
             if failed is not None:
                 self._result = ProbeResult(error=self._reason(failed))
             elif None not in codes:
-                self._result = ProbeResult(facts=json.loads(self._lines(0)[-1]))
+                self._result = ProbeResult(facts=json.loads(self._output_lines(0)[-1]))
             elif time.monotonic() - self._start > self._limit:
                 self._result = ProbeResult(error=f"no answer within {self._limit:g} s", ran_out_of_time=True)
             else:
@@ -233,9 +239,9 @@ class _RunningProbe:
         code = self._processes[place].returncode
         if code < 0:
             return f"killed by {signal.strsignal(-code) or f'signal {-code}'}"
-        return (self._lines(place) or [f"exit code {code}"])[-1]
+        return (self._output_lines(place) or [f"exit code {code}"])[-1]
 
-    def _lines(self, place: int) -> list[str]:
+    def _output_lines(self, place: int) -> list[str]:
         self._outputs[place].seek(0)
         return [line for line in self._outputs[place].read().decode(errors="replace").splitlines() if line.strip()]
 
@@ -273,7 +279,6 @@ class Machine:
     @staticmethod
     def current(env: Mapping[str, str], checkpoints: Path, driver: Driver, probes: Probes) -> "Machine":
         """Collect the data about the machine that this process runs on."""
-        cores = os.cpu_count() or 1
         return Machine(
             env=env,
             checkpoints=checkpoints,
@@ -281,8 +286,8 @@ class Machine:
             probes=probes,
             host=socket.gethostname(),
             python=sys.version_info[:3],
-            cores=cores,
-            usable_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores,
+            cores=os.cpu_count() or 1,
+            usable_cores=len(usable_cpus()),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
             locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK),
             clock_synchronised=_clock_synchronised(),

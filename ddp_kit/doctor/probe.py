@@ -42,12 +42,12 @@ def reduce(backend: str, rank: str, port: str, listening: str) -> dict[str, Any]
     from torch import distributed
 
     first = rank == "0"
-    device = torch.device("cuda", int(rank)) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(rank))
         torch.cuda.set_device(device)
-    store = distributed.TCPStore(
-        "127.0.0.1", int(port), is_master=first, timeout=_TIMEOUT, master_listen_fd=int(listening) if first else None
-    )
+    descriptor = int(listening) if first else None
+    store = distributed.TCPStore("127.0.0.1", int(port), is_master=first, timeout=_TIMEOUT, master_listen_fd=descriptor)
     distributed.init_process_group(backend, store=store, rank=int(rank), world_size=2, timeout=_TIMEOUT)
     total = torch.full((2**20,), int(rank) + 1.0, device=device)
     distributed.all_reduce(total)
@@ -93,11 +93,13 @@ def _is_own(family: int, address: Any) -> bool:
     return True
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """The type and first line of an error, followed by the last line if it contains NCCL's own message."""
     lines = str(error).strip().splitlines() or [""]
-    last = f": {lines[-1]}" if "Last error:" in lines else ""
-    return f"{type(error).__name__}: {lines[0]}{last}"
+    reason = f"{type(error).__name__}: {lines[0]}"
+    if "Last error:" in lines:
+        return f"{reason}: {lines[-1]}"
+    return reason
 
 
 if __name__ == "__main__":
@@ -105,6 +107,6 @@ if __name__ == "__main__":
     try:
         answer = question(*sys.argv[2:])  # type: ignore[operator]
     except Exception as error:
-        sys.exit(_why(error))
+        sys.exit(_reason(error))
     print(json.dumps(answer), flush=True)
     os._exit(0)  # torch's threads could abort during the interpreter's shutdown

@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from itertools import product
 
 # --- Tracebacks -------------------------------------------------------------------------------------------------------
 # Find the traceback at the end of a process's output.
@@ -55,10 +56,10 @@ def message_of(trace: str) -> str:
     """The line with the type and message of the exception; for an ExceptionGroup, the line of the group."""
     lines = [line.removeprefix("  | ") for line in trace.splitlines()]
     starts = [number for number, line in enumerate(lines) if _MARK in line and not _GROUP_MEMBER.match(line)]
-    for line in lines[starts[-1] + 1 :] if starts else ():
+    for line in lines[max(starts, default=len(lines)) + 1 :]:
         if re.match(r"[\w.]+(: |$)", line):
             return line
-    return lines[0] if lines and _FATAL.match(lines[0]) else ""
+    return lines[0] if _FATAL.match(trace) else ""
 
 
 def is_interrupt(trace: str) -> bool:
@@ -284,7 +285,7 @@ CAUSES = (
     ),
 )
 
-_BY_SIGNAL = {
+_BY_SIGNAL: dict[int, str] = {
     signal.SIGBUS: _SHARED_MEMORY,
     signal.SIGKILL: "the process was killed from outside, perhaps by the kernel because memory ran out: check "
     "`dmesg -T | grep -i oom`",
@@ -306,21 +307,24 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
     """
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
         return _HOST_MEMORY
-    crashed = exit_code < 0 and -exit_code != signal.SIGABRT  # without a message; C++ code prints one before it aborts
-    parts = [_last_exception(text), text] if _CHAIN.search(text) else [_last_exception(text)]
-    for part in () if crashed else parts:
-        for cause in CAUSES:
-            match = re.search(cause.pattern, part)
-            if match:
-                module = match.groupdict().get("module", "")
-                names = {"python": sys.executable, "package": _PACKAGES.get(module, module), **match.groupdict()}
-                advice = cause.advice
-                for name, value in names.items():
-                    advice = advice.replace(f"{{{name}}}", value)
-                return advice
-    advice = next((advice for number, advice in _BY_SIGNAL.items() if number == -exit_code), "")
-    is_line_shown = "Fatal Python error" in text  # by faulthandler
-    return "" if _CRASHED in advice and is_line_shown else advice
+    parts = []
+    if exit_code >= 0 or exit_code == -signal.SIGABRT:  # other signals come without a message
+        parts.append(_last_exception(text))
+        if _CHAIN.search(text):
+            parts.append(text)
+    for part, cause in product(parts, CAUSES):
+        match = re.search(cause.pattern, part)
+        if match:
+            module = match.groupdict().get("module", "")
+            names = {"python": sys.executable, "package": _PACKAGES.get(module, module), **match.groupdict()}
+            advice = cause.advice
+            for name, value in names.items():
+                advice = advice.replace(f"{{{name}}}", value)
+            return advice
+    advice = _BY_SIGNAL.get(-exit_code, "")
+    if _CRASHED in advice and "Fatal Python error" in text:  # faulthandler has printed the line
+        return ""
+    return advice
 
 
 def is_secondary(text: str) -> bool:

@@ -46,8 +46,12 @@ from ddp_kit.uncaught import folded_traceback, leave_note, show_without_tracebac
 
 R = TypeVar("R")
 
-PATH, CALL, RESULT, ERROR = "path.json", "call.pickle", "result.pickle", "error.pickle"
-"""Files in the folder of a call, which only this user can access. PATH: `sys.path` of the calling process."""
+# Files in the folder of a call, which only this user can access.
+PATH = "path.json"
+"""`sys.path` of the calling process."""
+CALL = "call.pickle"
+RESULT = "result.pickle"
+ERROR = "error.pickle"
 
 # Its arguments: the name of the function, for those who look at the processes, and the folder of the call.
 _SCRIPT = """\
@@ -173,7 +177,8 @@ def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
     These functions are globals too, and are yielded last.
     """
     functions: dict[str, FunctionType] = {}
-    waiting, seen = [function], set[str]()
+    waiting = [function]
+    seen: set[str] = set()
     while waiting:
         user = waiting.pop()
         for name in sorted(_names(user.__code__) & user.__globals__.keys() - seen):
@@ -197,7 +202,9 @@ def packages_of(function: Callable[..., Any]) -> set[str]:
     modules = {__name__}
     if isinstance(function, FunctionType):
         for _, value in _globals(function):
-            name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            name = getattr(value, "__module__", None)
+            if isinstance(value, ModuleType):
+                name = value.__name__
             if not isinstance(name, str) or name.partition(".")[0] not in IMPORTED_ONCE:
                 continue
             file = getattr(sys.modules.get(name), "__file__", None)
@@ -210,13 +217,14 @@ def packages_of(function: Callable[..., Any]) -> set[str]:
 
 
 class _Session:
-    """What the calls of an interactive session share, so that they are launches of the same script.
+    """The script and the packages of an interactive session: all its calls are launches of the same script.
 
     At the end of this process, the folder is removed; a kept process whose script is gone ends.
     """
 
     def __init__(self) -> None:
-        folder, owner = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX), os.getpid()
+        folder = tempfile.mkdtemp(prefix=RUN_FOLDER_PREFIX)
+        owner = os.getpid()
 
         def remove() -> None:
             if os.getpid() == owner:  # not in a process that the session has forked
@@ -238,7 +246,7 @@ def _run(words: Sequence[str]) -> int:
     """
     # A notebook shows what is written to `sys.stdout`, but not what is written to file descriptor 1.
     output = subprocess.PIPE if sys.stdout is not sys.__stdout__ else None
-    # A read may end within a character. An interrupt makes `_show` start again, with the same decoders.
+    # A read may end within a character. An interrupt makes `_forward_output` start again, with the same decoders.
     decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in range(2)]
     interrupted: KeyboardInterrupt | None = None
     with subprocess.Popen(
@@ -251,7 +259,7 @@ def _run(words: Sequence[str]) -> int:
         while True:
             try:
                 if output is not None:
-                    _show(process, decoders)
+                    _forward_output(process, decoders)
                 code = process.wait()
                 break
             except KeyboardInterrupt as error:
@@ -263,11 +271,11 @@ def _run(words: Sequence[str]) -> int:
     return code
 
 
-def _show(process: "subprocess.Popen[bytes]", decoders: Sequence[codecs.IncrementalDecoder]) -> None:
+def _forward_output(process: "subprocess.Popen[bytes]", decoders: Sequence[codecs.IncrementalDecoder]) -> None:
     """Copy the output of the command to `sys.stdout` and `sys.stderr` of this process, until the output ends."""
     with selectors.DefaultSelector() as selector:
-        pipes, streams = (process.stdout, process.stderr), (sys.stdout, sys.stderr)
-        for pipe, stream, decoder in zip(pipes, streams, decoders, strict=True):
+        pipes = (process.stdout, process.stderr)
+        for pipe, stream, decoder in zip(pipes, (sys.stdout, sys.stderr), decoders, strict=True):
             if pipe is not None:
                 selector.register(pipe, selectors.EVENT_READ, (stream, decoder))
         while selector.get_map():
@@ -320,7 +328,7 @@ def call_in_rank(folder: str) -> None:
         if rank_for_messages() == 0:
             _write(files / RESULT, _pickled_result(result))
     except Exception as error:
-        of_function = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        of_function = error.__traceback__ and error.__traceback__.tb_next
         text = folded_traceback(error.with_traceback(of_function), of_function)
         _write(files / ERROR, _pickled_error(error, text))
         leave_note(traceback.format_exception_only(error)[-1].strip(), {})  # the caller shows the traceback

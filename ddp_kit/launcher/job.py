@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure, normalised
+from ddp_kit.texts import plural
 
 # --- Restart policy ---------------------------------------------------------------------------------------------------
 # A failure without progress counts against --max-restarts. After a first crash, or if something outside the job killed
@@ -66,7 +67,8 @@ class Restarts:
         self._failures = 0  # failures since the latest progress
         self._losses = 0  # losses of nodes since the latest progress
         self._crashes = 0  # consecutive crashes since the latest progress; workers killed from outside do not count
-        self._same: tuple[tuple[int, int, str], int] | None = None  # the latest failure, and its count in a row
+        self._latest: tuple[int, int, str] | None = None  # the latest failure
+        self._times = 0  # how many times in a row it has occurred
         self._errors: set[tuple[int, str, int]] = set()  # all errors at a known step
 
     def round_ended(self, steps: Steps | None, seconds: float) -> None:
@@ -76,33 +78,35 @@ class Restarts:
                 self._losses = 0
             return
         if steps.began > self._began and steps.reached > self._reached:
-            self._began, self._since = steps.began, steps.reached
+            self._began = steps.began
+            self._since = steps.reached
             self._failures = self._losses = self._crashes = 0
-            self._same = None
+            self._latest = None
         self._reached = max(self._reached, steps.reached)
 
     def node_lost(self) -> str:
         """Record that a node was lost. Return why the job must end, or an empty string if it continues."""
         self._losses += 1
-        return f"nodes were lost {self._losses} times in a row without progress" * (self._losses > LOST_NODES)
+        if self._losses <= LOST_NODES:
+            return ""
+        return f"nodes were lost {self._losses} times in a row without progress"
 
     def round_failed(self, first: Failure) -> Restart | GiveUp:
         """Decide what follows a round that ended with this failure."""
         if first.at_start:
-            return GiveUp(
-                "not restarted: an import in the script failed" if self._failures < self._max_restarts else ""
-            )
+            note = "not restarted: an import in the script failed"
+            return GiveUp(note if self._failures < self._max_restarts else "")
         if first.faulty:
-            return GiveUp("not restarted: its device would compute wrong numbers again" if self._max_restarts else "")
+            note = "not restarted: its device would compute wrong numbers again"
+            return GiveUp(note if self._max_restarts else "")
         self._failures += 1
         times = self._count_alike(first)
         if self._is_repeated(first):
             return GiveUp(f"not restarted again: the same error occurred twice after step {first.step}")
         if self._failures > self._max_restarts:
-            spent = self._max_restarts and first.step is not None
-            return GiveUp(
-                f"not restarted again: {self._max_restarts} consecutive restarts made no progress" if spent else ""
-            )
+            if not self._max_restarts or first.step is None:
+                return GiveUp("")
+            return GiveUp(f"not restarted again: {self._max_restarts} consecutive restarts made no progress")
         if times > IDENTICAL_FAILURES:
             return GiveUp(f"not restarted again: the same failure occurred {times} times in a row without progress")
         self.count += 1
@@ -117,11 +121,15 @@ class Restarts:
         kind = (first.rank, first.exit_code, _kind_of_error(first))
         lasted = first.step is None and first.after >= PROGRESS_SECONDS
         if lasted or first.from_outside:
-            self._crashes, self._same = 0, None
-        self._crashes += not first.from_outside
-        before = self._same[1] if self._same is not None and self._same[0] == kind else 0
-        self._same = (kind, before + 1)
-        return before + 1
+            self._crashes = 0
+            self._latest = None
+        if not first.from_outside:
+            self._crashes += 1
+        if kind != self._latest:
+            self._times = 0
+        self._latest = kind
+        self._times += 1
+        return self._times
 
     def _is_repeated(self, first: Failure) -> bool:
         """Whether the same error has already occurred at the same step, on any rank.
@@ -136,8 +144,10 @@ class Restarts:
         return repeated
 
     def _wait(self) -> float:
+        if self._crashes < 2:
+            return 0.0
         doublings = min(self._crashes, 10) - 2  # with more doublings, the wait would exceed MAX_WAIT anyway
-        return min(MAX_WAIT, 2.0**doublings) if self._crashes > 1 else 0.0
+        return min(MAX_WAIT, 2.0**doublings)
 
     def _description(self) -> str:
         if self.count == self._failures:
@@ -343,6 +353,11 @@ class _Round:
     for_new_node: bool = False
     """Whether the round is being stopped to admit a new node. Any failures are then caused by the stop."""
 
+    @property
+    def why_lost(self) -> str:
+        """Why members have been lost; empty: none has been lost."""
+        return "; ".join(self.lost)
+
 
 class Job:
     """State machine of one job. Each event is a method call that returns the resulting orders."""
@@ -352,8 +367,9 @@ class Job:
         self._phase = _Phase.GATHERING
         self._nodes: dict[int, Node] = {}
         self._last_heartbeat: dict[int, float] = {}
-        self._by_rank: dict[int, int] = {}  # --node-rank -> the latest node with that rank
-        self._began = self._now = now
+        self._by_rank: dict[int | None, int] = {}  # --node-rank -> the latest node with that rank
+        self._began = now
+        self._now = now
         self._enough_since: float | None = None
         self._round = _Round()
         self._restarts = Restarts(limits.max_restarts)
@@ -386,7 +402,7 @@ class Job:
         problem = self._mismatch(node)
         if problem and not is_gathering:
             return [Dismiss(node.number, Outcome(lost=problem, started=False, usage=True))]
-        predecessor = self._nodes.get(self._by_rank.get(node.rank, -1)) if node.rank is not None else None
+        predecessor = self._nodes.get(self._by_rank.get(node.rank, -1))
         if predecessor is not None and (not is_gathering or predecessor.host == node.host):
             # A replacement joined before the loss of its predecessor was noticed.
             self._lose(predecessor.number, f"{predecessor.name} was replaced")
@@ -398,7 +414,7 @@ class Job:
             self._by_rank[node.rank] = node.number
         if problem:
             return self._end(Outcome(lost=problem, started=False, usage=True))
-        return self._gather() if is_gathering else self._advance()
+        return self._advance()
 
     def _mismatch(self, node: Node) -> str:
         other = next(iter(self._nodes.values()), node)  # one is enough, because the nodes that have joined agree
@@ -432,20 +448,21 @@ class Job:
             if any(failure.faulty for failure in report.failures):
                 self._round.faulty = report.node
             self._round.ended_well.update(report.ended_well)  # a node that is done reports again when it is stopped
-            self._round.steps += [report.steps] if report.steps is not None else []
+            if report.steps is not None:
+                self._round.steps.append(report.steps)
             if report.node in self._round.present:
-                (self._round.done if report.state is State.DONE else self._round.down).add(report.node)
+                ended = self._round.done if report.state is State.DONE else self._round.down
+                ended.add(report.node)
         return self._advance()
 
     def tick(self, now: float) -> list[Order]:
         """Handle the passage of time: missing heartbeats, timeouts and the end of a delay."""
         self._now = now
+        limit = self._limits.heartbeat_timeout
         for number, latest in list(self._last_heartbeat.items()):
-            if now - latest > self._limits.heartbeat_timeout:
-                self._lose(
-                    number, f"no heartbeat from {self._nodes[number].name} for {self._limits.heartbeat_timeout:g} s"
-                )
-        return self._gather() if self._phase is _Phase.GATHERING else self._advance()
+            if now - latest > limit:
+                self._lose(number, f"no heartbeat from {self._nodes[number].name} for {limit:g} s")
+        return self._advance()
 
     def _lose(self, number: int, why: str) -> None:
         self._nodes.pop(number)
@@ -456,33 +473,37 @@ class Job:
             members.discard(number)
 
     def _gather(self) -> list[Order]:
-        limits, joined, now = self._limits, len(self._nodes), self._now
+        limits = self._limits
+        joined = len(self._nodes)
         if joined < limits.min_nodes or HOST not in self._nodes:
             self._enough_since = None
-            if now - self._began > limits.join_timeout:
-                wanted = f"{limits.min_nodes} nodes" if limits.min_nodes > 1 else "1 node"
+            if self._now - self._began > limits.join_timeout:
+                wanted = plural(limits.min_nodes, "node")
                 what = f"only {joined} of {wanted} joined within {limits.join_timeout:g} s"
                 return self._end(Outcome(lost=what, started=False))
             return []
         if self._enough_since is None:
-            self._enough_since = now
-        if joined >= limits.max_nodes or now - self._enough_since >= limits.last_call_timeout:
+            self._enough_since = self._now
+        if joined >= limits.max_nodes or self._now - self._enough_since >= limits.last_call_timeout:
             return self._start_round("")
         return []
 
     def _advance(self) -> list[Order]:
         """Return the orders that follow from the current state."""
+        if self._phase is _Phase.GATHERING:
+            return self._gather()
         if self._phase is _Phase.RUNNING:
-            present = len(self._round.present)
-            has_room = present < min(len(self._nodes), self._limits.max_nodes)
+            has_room = len(self._round.present) < min(len(self._nodes), self._limits.max_nodes)
             disturbed = bool(self._round.lost or self._round.down or self._round.failing)
             self._round.for_new_node = has_room and not self._round.done and not disturbed
             if disturbed or self._round.for_new_node:
                 self._phase = _Phase.STOPPING
                 after = self._after_stopping()
+                if after is not None:
+                    return after
                 failed = bool(self._round.down or self._round.failing)
                 may_save = self._round.for_new_node or (self._left and not failed)
-                return after if after is not None else [Stop(self._round.number, may_save)]
+                return [Stop(self._round.number, may_save)]
             if self._round.present and self._round.done == self._round.present:
                 return self._end(Outcome())
         elif self._phase is _Phase.STOPPING:
@@ -504,7 +525,7 @@ class Job:
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
-            return self._start_round_after_loss("; ".join(round_.lost))
+            return self._start_round_after_loss(round_.why_lost)
         if round_.for_new_node:
             return self._start_round("a node joined")
         if not round_.failures:
@@ -515,8 +536,7 @@ class Job:
         """Start the next round without the node on which a rank computes wrong gradients."""
         failure = next(failure for failure in self._round.failures if failure.faulty)
         self._lose(number, f"{self._nodes[number].name} was excluded from the job: {failure}")
-        why = "; ".join(self._round.lost)
-        return [Dismiss(number, Outcome((failure,))), *self._start_round_after_loss(why)]
+        return [Dismiss(number, Outcome((failure,))), *self._start_round_after_loss(self._round.why_lost)]
 
     def _too_few(self) -> bool:
         return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes
@@ -526,12 +546,12 @@ class Job:
 
         The job ends if the host is lost, if a node left after a stop signal, or if the replacement timeout is 0.
         """
-        if HOST not in self._nodes or self._left or not self._limits.replacement_timeout:
+        timeout = self._limits.replacement_timeout
+        if HOST not in self._nodes or self._left or not timeout:
             return self._end_with_too_few_nodes()
-        self._phase, self._due = _Phase.AWAITING_REPLACEMENT, self._now + self._limits.replacement_timeout
-        return [
-            Pause(f"{'; '.join(self._round.lost)}; waiting {self._limits.replacement_timeout:g} s for a replacement")
-        ]
+        self._phase = _Phase.AWAITING_REPLACEMENT
+        self._due = self._now + timeout
+        return [Pause(f"{self._round.why_lost}; waiting {timeout:g} s for a replacement")]
 
     def _check_for_replacement(self) -> list[Order]:
         if HOST not in self._nodes or self._left:
@@ -544,7 +564,7 @@ class Job:
         return []
 
     def _end_with_too_few_nodes(self) -> list[Order]:
-        what = "; ".join(self._round.lost) or "too few nodes are left"
+        what = self._round.why_lost or "too few nodes are left"
         return self._end(Outcome(tuple(self._round.failures), lost=what, stopped_by=self._left_by))
 
     def _after_failure(self, failures: tuple[Failure, ...]) -> list[Order]:
@@ -558,7 +578,8 @@ class Job:
         why = f"{first}; {follows.description}"
         if not follows.wait:
             return self._start_round(why)
-        self._phase, self._due = _Phase.BACKOFF, self._now + follows.wait
+        self._phase = _Phase.BACKOFF
+        self._due = self._now + follows.wait
         return [Pause(f"{why} in {follows.wait:g} s")]
 
     def _check_backoff(self) -> list[Order]:
@@ -566,15 +587,20 @@ class Job:
             return self._wait_for_replacement()
         if self._now < self._due:
             return []
-        return self._start_round_after_loss("; ".join(self._round.lost)) if self._round.lost else self._start_round("")
+        if self._round.lost:
+            return self._start_round_after_loss(self._round.why_lost)
+        return self._start_round("")
 
     def _start_round_after_loss(self, why: str) -> list[Order]:
         """Start the next round after a loss of nodes, or end the job after too many losses without progress."""
         too_often = self._restarts.node_lost()
-        return self._end(Outcome(tuple(self._round.failures), lost=too_often)) if too_often else self._start_round(why)
+        if too_often:
+            return self._end(Outcome(tuple(self._round.failures), lost=too_often))
+        return self._start_round(why)
 
     def _start_round(self, why: str) -> list[Order]:
-        self._left_by, self._left = 0, False
+        self._left_by = 0
+        self._left = False
         ordered = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
         members = ordered[: self._limits.max_nodes]
         self._phase = _Phase.RUNNING
@@ -587,26 +613,26 @@ class Job:
         in_role = Counter[str]()
         for node in members:
             in_role[node.role] += node.processes
-        before, before_in_role = 0, Counter[str]()
+        before = Counter[str]()  # processes on earlier nodes, by role
         for position, node in enumerate(members):
             assignments[node.number] = RankAssignment(
                 round=self._round.number,
                 restarts=self._restarts.count,
                 group_rank=position,
                 group_world_size=len(members),
-                first_rank=before,
+                first_rank=before.total(),
                 world_size=in_role.total(),
-                first_role_rank=before_in_role[node.role],
+                first_role_rank=before[node.role],
                 role_world_size=in_role[node.role],
                 master_addr=members[0].address,
                 master_port=members[0].port,
             )
-            before += node.processes
-            before_in_role[node.role] += node.processes
+            before[node.role] += node.processes
         return assignments
 
     def _end(self, outcome: Outcome) -> list[Order]:
-        self._phase, self._outcome = _Phase.ENDED, outcome
+        self._phase = _Phase.ENDED
+        self._outcome = outcome
         return [End(outcome)]
 
 

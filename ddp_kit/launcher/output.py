@@ -66,8 +66,7 @@ def open_log(path: str) -> int:
 
 def is_same_file(one: int, other: int) -> bool:
     """Whether two descriptors refer to the same file, pipe or terminal."""
-    first, second = os.fstat(one), os.fstat(other)
-    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
+    return os.path.samestat(os.fstat(one), os.fstat(other))
 
 
 def open_terminal_or_pipe(console: int) -> tuple[int, int]:
@@ -98,7 +97,8 @@ class WarningFilter:
     """Filter that removes the C++ stacks of torch's warnings, and warnings about errors that torch also raises."""
 
     def __init__(self) -> None:
-        self._after_warning = self._in_stack = False
+        self._after_warning = False
+        self._in_stack = False
 
     def without_stacks(self, lines: bytes) -> bytes:
         """Return the lines to show. `lines`: complete lines that follow those of the previous call."""
@@ -253,9 +253,11 @@ class Output:
         read_end, write_end = open_terminal_or_pipe(console)
         if route.file and route.file not in self._copies:
             self._copies[route.file] = open_log(route.file)
-        label = f"[rank {worker.rank}] " if route.label is None else route.label
-        if self._colour and route.label is None and os.isatty(console):
-            label = f"\x1b[{_COLOURS[worker.rank % len(_COLOURS)]}m{label}\x1b[0m"
+        label = route.label
+        if label is None:
+            label = f"[rank {worker.rank}] "
+            if self._colour and os.isatty(console):
+                label = f"\x1b[{_COLOURS[worker.rank % len(_COLOURS)]}m{label}\x1b[0m"
         copy = self._copies.get(route.file, -1)
         labelled = route.label is not None
         self._sources.append(_Source(worker.local_rank, read_end, console, copy, label.encode(), labelled))
@@ -282,7 +284,8 @@ class Output:
         while self._sources:
             waits = any(source.partial or source.held for source in [*self._sources, *self._ended])
             left = max(0.0, self._deadline - time.monotonic())
-            events = dict(poll.poll(min(left, _PARTIAL_SECONDS if waits else _IDLE_SECONDS) * 1000))
+            limit = _PARTIAL_SECONDS if waits else _IDLE_SECONDS
+            events = dict(poll.poll(min(left, limit) * 1000))
             ready = set(events)
             if not ready and time.monotonic() >= self._deadline:
                 return  # a process started by a worker holds the pipe open without writing to it
@@ -316,21 +319,26 @@ class Output:
         cut = data.rfind(b"\n") + 1
         if len(data) - cut > _MAX_LINE_BYTES:
             cut = len(data)
-        source.partial, source.partial_since = data[cut:], time.monotonic()
-        if lines := source.warnings.without_stacks(data[:cut]):
+        source.partial = data[cut:]
+        source.partial_since = time.monotonic()
+        lines = source.warnings.without_stacks(data[:cut])
+        if lines:
             self._receive_lines(source, lines)
         return source.console not in self._consoles.closed or source.copy >= 0
 
     def _receive_lines(self, source: _Source, lines: bytes) -> None:
+        marks = [mark for mark in map(lines.find, _MARKS) if mark >= 0]
         if source.held:
             source.held += lines
-        elif marks := [mark for mark in map(lines.find, _MARKS) if mark >= 0]:
+        elif marks:
             start = lines.rfind(b"\n", 0, min(marks)) + 1
-            if control := _CONTROL.match(lines, start):
+            control = _CONTROL.match(lines, start)
+            if control is not None:
                 start = control.end()
             if start:
                 self._show(source, lines[:start])
-            source.held, source.held_since = lines[start:], time.monotonic()
+            source.held = lines[start:]
+            source.held_since = time.monotonic()
         else:
             self._continued.add(source.local_rank)
             self._show(source, lines)
@@ -357,19 +365,22 @@ class Output:
     def _show_partial(self, source: _Source) -> None:
         """Show the unfinished line, unless it comes after output that is held back."""
         if source.partial and not source.held:
-            partial, source.partial = source.partial, b""
+            partial = source.partial
+            source.partial = b""
             self._show(source, partial)
 
     def _release(self, source: _Source) -> None:
         """Show a traceback that was held back."""
         self._continued.discard(source.local_rank)
-        traceback, source.held = source.held, b""
+        traceback = source.held
+        source.held = b""
         self._show(source, traceback)
         self._consoles.latest_trace = source.local_rank
 
     def _show(self, source: _Source, text: bytes) -> None:
         """Write text to the source's console. If lines get labels, each line starts with the label."""
-        console, consoles = source.console, self._consoles
+        console = source.console
+        consoles = self._consoles
         if _CONTROL.fullmatch(text):
             self._write_to(console, text)
             return
@@ -382,13 +393,14 @@ class Output:
         if source.in_line:
             consoles.open_line[console] = source
         if source.always_labelled or len(self._ranks_on[console]) > 1:
-            last = text.endswith(b"\n")
-            body = text[:-1] if last else text
+            body = text.removesuffix(b"\n")
+            end = text[len(body) :]
             body = body.replace(b"\n", b"\n" + source.label)
-            label = b"" if unfinished is source else source.label
-            if body.startswith(b"\r"):  # a progress bar, which returns to the start of the line
-                label, body = b"\r" + label, body[1:]
-            text = label + body + (b"\n" if last else b"")
+            if unfinished is not source and body.startswith(b"\r"):  # a progress bar, which starts its line again
+                body = b"\r" + source.label + body[1:]
+            elif unfinished is not source:
+                body = source.label + body
+            text = body + end
         if unfinished is not None and unfinished is not source:
             text = b"\n" + text
         consoles.latest_trace = -1
@@ -428,17 +440,17 @@ class Output:
     def end(
         self,
         failed: Collection[int],
-        suppress_trace: Callable[[str], bool],
+        has_cause: bool,
         seconds: float,
         interrupted: Callable[[], bool],
-        is_secondary: Callable[[str], bool] = lambda _: False,
+        is_secondary: Callable[[str], bool],
     ) -> dict[int, FinalOutput]:
         """Show the rest of the workers' output, and return the final output of failed workers, by local rank.
 
-        `suppress_trace`: a function that decides whether a traceback is only returned, and not shown. A traceback that
-        is too long for the verdict is shown anyway, unless the function `is_secondary` returns True for it. `seconds`:
-        how long to wait for further output. `interrupted`: a function that returns whether to stop waiting for a
-        blocked console.
+        `has_cause`: whether the verdict shows a traceback, so that tracebacks are only returned, and not shown. A
+        traceback that is too long for the verdict is shown anyway, unless the function `is_secondary` returns True for
+        it; such a traceback is never shown. `seconds`: how long to wait for further output. `interrupted`: a function
+        that returns whether to stop waiting for a blocked console.
         """
         self._deadline = time.monotonic() + seconds
         os.write(self._wake_write, b"!")
@@ -447,10 +459,10 @@ class Output:
         if self._thread.is_alive():
             return {}
         sources = [*self._ended, *self._sources]
-        final = {rank: self._final_output_of(rank, sources, suppress_trace, is_secondary) for rank in failed}
+        final = {rank: self._final_output_of(rank, sources, has_cause, is_secondary) for rank in failed}
         for source in sources:
             if source.held:
-                source.held, source.partial = source.held + source.partial, b""
+                source.held += source.partial
                 self._release(source)
             elif source.partial:
                 self._show(source, source.partial)
@@ -464,7 +476,7 @@ class Output:
         self,
         local_rank: int,
         sources: Iterable[_Source],
-        suppress_trace: Callable[[str], bool],
+        has_cause: bool,
         is_secondary: Callable[[str], bool],
     ) -> FinalOutput:
         if local_rank in self._redirected:
@@ -478,12 +490,15 @@ class Output:
                     text = (source.held + source.partial).decode(errors="surrogateescape")
                     trace, rest = diagnosis.split(text)
                     short = diagnosis.shortened(trace.encode(errors="surrogateescape").decode(errors="replace"))
-                    if suppress_trace(trace) and (short.count("\n") == trace.count("\n") or is_secondary(trace)):
-                        source.held, source.partial = b"", rest.encode(errors="surrogateescape")
+                    is_complete = short.count("\n") == trace.count("\n")
+                    if is_secondary(trace) or (has_cause and is_complete):
+                        source.held = b""
+                        source.partial = rest.encode(errors="surrogateescape")
                         return FinalOutput(short, tails[-1])
                     return FinalOutput(short, tails[-1], shown=True)  # the caller shows it in full
-        traces = () if local_rank in self._continued else (diagnosis.split(tail)[0] for tail in reversed(tails))
-        trace = next(filter(None, traces), "")
+        trace = ""
+        if local_rank not in self._continued:
+            trace = next(filter(None, (diagnosis.split(tail)[0] for tail in reversed(tails))), "")
         return FinalOutput(diagnosis.shortened(trace), "\n".join(tails), shown=True)
 
 

@@ -52,12 +52,14 @@ from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.spec import LaunchSpec
 from ddp_kit.launcher.warm.messages import Import
+from ddp_kit.texts import plural
 
 GRACE_SECONDS = 25
 """Seconds from SIGTERM to SIGKILL. Kubernetes kills the launcher after 30 s; 5 s remain for the verdict and cleanup."""
 _FOR_THE_VERDICT = 5
 """Seconds reserved for the verdict within the grace period that the cluster gives the launcher after SIGTERM."""
 _MAX_PROCESSES = 1 << 22  # PID_MAX_LIMIT
+_TORCHRUN_ONLY = "torchrun itself runs this job, because only torchrun supports {}; the exit code is torchrun's"
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
@@ -109,6 +111,8 @@ class Plan:
     """The interpreter of the workers."""
     may_fork: bool
     """Whether the warm server may fork the workers."""
+    torchrun_only: str
+    """The setting for which torchrun itself has to run the job; empty: ddpkit runs it."""
     workers: tuple[WorkerResources, ...]
     """The resources of each worker, by local rank."""
     env: Mapping[str, str]
@@ -132,7 +136,7 @@ class Plan:
     @property
     def held_gpus(self) -> tuple[Gpu, ...]:
         """The GPUs to hold until the job ends; none if the plan is only printed."""
-        return () if self.spec.dry_run else tuple(gpu for worker in self.workers for gpu in worker.gpus)
+        return tuple(gpu for worker in self.workers for gpu in worker.gpus if not self.spec.dry_run)
 
     @property
     def script(self) -> str:
@@ -166,11 +170,6 @@ class Plan:
         return binding
 
     @property
-    def event_log_handler(self) -> str:
-        """The value of --event-log-handler."""
-        return str(self.torchrun["event_log_handler"])
-
-    @property
     def shutdown_timeout(self) -> int:
         """Seconds from SIGTERM to SIGKILL."""
         return int(self.torchrun["shutdown_timeout"])
@@ -189,9 +188,10 @@ class Plan:
     @cached_property
     def logs(self) -> Logs:
         """The destinations of the workers' output. Raises `UsageError` for invalid settings."""
-        settings, ranks = self.torchrun, self.torchrun["local_ranks_filter"]
+        settings = self.torchrun
+        ranks = settings["local_ranks_filter"]
         try:
-            local_ranks_filter = frozenset(map(int, ranks.split(","))) if ranks else frozenset[int]()
+            local_ranks_filter = frozenset(int(rank) for rank in ranks.split(",") if ranks)
         except ValueError:
             raise UsageError(f"--local-ranks-filter {ranks} is not a list of numbers", "for example: 0,1,2") from None
         return Logs(
@@ -213,7 +213,7 @@ class Plan:
             return sys.executable, "-u", "-c", _RUN_PATH, *words
         if self.torchrun["no_python"]:
             return words
-        return self.python, "-u", *(["-m"] if self.torchrun["module"] else []), *words
+        return Program(self.python, self.script, self.script_arguments, self.torchrun["module"]).command_line
 
     def command_line(self, local_rank: int) -> tuple[str, ...]:
         """The command line of the worker with this local rank. `${local_rank}` is replaced by the number."""
@@ -231,14 +231,14 @@ class Plan:
         return {NCCL_ERROR_HANDLING: "1", **env, **self.env}
 
     def imports(self, env: Mapping[str, str], unfit: Collection[str]) -> Import | None:
-        """What the warm server imports before the workers are forked, or None if the workers cannot be forked.
+        """The imports to make before the workers are forked, or None if the workers cannot be forked.
 
         `env`: the launcher's environment. `unfit`: packages that the workers have to import themselves.
         """
         program = self.program(0)
         if program is None:
             return None
-        differing = (*VARIABLES_OF_ONE_WORKER, *([VISIBLE_GPUS] if self.virtual_local_rank else []))
+        differing = (*VARIABLES_OF_ONE_WORKER, *[VISIBLE_GPUS] * self.virtual_local_rank)
         return Import(program, self.shared_environment(env), differing, self.spec.preloaded(), tuple(unfit))
 
     def environment(self, assignment: RankAssignment, local_rank: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -247,7 +247,6 @@ class Plan:
         Source of the names: torch 2.13, `LocalElasticAgent._start_workers`.
         """
         inherited = self.shared_environment(env)
-        virtual = {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(inherited, local_rank)} if self.virtual_local_rank else {}
         contract = {
             RANK: assignment.first_rank + local_rank,
             LOCAL_RANK: local_rank,
@@ -266,10 +265,13 @@ class Plan:
             USE_AGENT_STORE: self.agent_serves_store,
             SIGNALS: ",".join(self.signals_to_handle),
         }
+        variables = inherited | {name: str(value) for name, value in contract.items()}
+        if self.virtual_local_rank:
+            variables |= {LOCAL_RANK: "0", VISIBLE_GPUS: _only_gpu(inherited, local_rank)}
         changes = assignment.round - assignment.restarts
-        # Without a change of nodes, the environment is the same as under torchrun.
-        node_changes = {NODE_CHANGES: str(changes)} if changes else {}
-        return inherited | {name: str(value) for name, value in contract.items()} | virtual | node_changes
+        if changes:  # without a change of nodes, the environment is the same as under torchrun
+            variables[NODE_CHANGES] = str(changes)
+        return variables
 
 
 def make(
@@ -288,19 +290,23 @@ def make(
     other launch that reserved that GPU. `defaults`: ddpkit's default environment variables for the workers.
     Raises `UsageError` if the requested GPUs are not available, and for invalid settings.
     """
-    requested, group_size = _requested_gpus(spec), spec.gpus_per_process or 1
-    # --nproc-per-node without --gpus behaves as in torchrun: the script chooses its GPUs.
-    by_gpu = requested is not None or spec.processes is None
-    typed = spec.command if spec.gpus_per_process is None else f"--gpus-per-process {group_size} {spec.command}"
-    chosen = choose(requested, typed, machine, env, reserved) if by_gpu else ()
+    requested = _requested_gpus(spec)
+    chosen: Chosen = ()
+    if requested is not None or spec.processes is None:  # if not, the script chooses its GPUs, as under torchrun
+        typed = spec.command
+        if spec.gpus_per_process is not None:
+            typed = f"--gpus-per-process {spec.gpus_per_process} {typed}"
+        chosen = choose(requested, typed, machine, env, reserved)
     _check_groups(spec, chosen)
+    group_size = spec.gpus_per_process or 1
     processes = _processes(spec, len(chosen) // group_size, env)
-    workers = (WorkerResources(),) * (int(processes) if processes.isdecimal() else 0)
+    workers: tuple[WorkerResources, ...] = ()
     if chosen:
         gpus = [gpu for _, gpu in chosen]
         groups = [tuple(gpus[first : first + group_size]) for first in range(0, len(gpus), group_size)]
-        bind = spec.torchrun["numa_binding"] is None
-        workers = tuple(WorkerResources(group, _near(group, cpus) if bind else ()) for group in groups)
+        workers = tuple(WorkerResources(group, _cores(group, cpus, spec)) for group in groups)
+    elif processes.isdecimal():
+        workers = (WorkerResources(),) * int(processes)
     variables = _gpu_variables(spec, chosen, env)
     # In a forked worker, torch counted the cores of the launcher, not those that the worker is bound to.
     bound = any(worker.cpus and len(worker.cpus) < len(cpus.core_of) for worker in workers)
@@ -324,16 +330,19 @@ def make(
         uninterruptible_state_timeout = 0.0
     notices = [*_gpu_notices(spec, chosen, machine, env)]
     if THREADS in variables:
-        processes_text = "the process" if processes == "1" else f"each of {processes} processes"
-        notices.append(
-            f"{THREADS}={variables[THREADS][0]} for {processes_text}; set this variable to change the number"
-        )
+        users = "the process" if processes == "1" else f"each of {processes} processes"
+        notices.append(f"{THREADS}={variables[THREADS][0]} for {users}; set this variable to change the number")
     notices += [*rendezvous.overridden_flags(spec.torchrun), *rendezvous.ignored_settings(settings)]
+    spec = spec._replace(torchrun=MappingProxyType(settings))
+    torchrun_only = spec.torchrun_only(env)
+    if torchrun_only:
+        notices.append(_TORCHRUN_ONLY.format(torchrun_only))
     plan = Plan(
-        spec=spec._replace(torchrun=MappingProxyType(settings)),
+        spec=spec,
         read_by_torchrun=read_by_torchrun,
         python=env.get(PYTHON, sys.executable),
         may_fork=spec.may_fork(env),
+        torchrun_only=torchrun_only,
         workers=workers,
         env=MappingProxyType({name: value for name, (value, _) in variables.items()}),
         origin=MappingProxyType({name: why for name, (_, why) in variables.items()}),
@@ -377,13 +386,11 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
         )
     if len(chosen) % count:
         most = len(chosen) // count * count
-        raise UsageError(
-            f"--gpus-per-process {count} does not evenly divide the {len(chosen)} GPU{'s' * (len(chosen) > 1)} "
-            "of this launch",
-            f"run `ddpkit launch --gpus {most} --gpus-per-process {count} {spec.command}`"
-            if most
-            else f"use --gpus-per-process {len(chosen)}, or use a machine with more GPUs",
-        )
+        hint = f"use --gpus-per-process {len(chosen)}, or use a machine with more GPUs"
+        if most:
+            hint = f"run `ddpkit launch --gpus {most} --gpus-per-process {count} {spec.command}`"
+        gpus = plural(len(chosen), "GPU")
+        raise UsageError(f"--gpus-per-process {count} does not evenly divide the {gpus} of this launch", hint)
     if count > 1 and spec.torchrun["virtual_local_rank"]:
         raise UsageError(
             f"--gpus-per-process {count} contradicts --virtual-local-rank, which gives each process a single GPU",
@@ -396,20 +403,19 @@ def _check_groups(spec: LaunchSpec, chosen: Chosen) -> None:
         )
 
 
-def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
-    """The number of processes: --nproc-per-node if given, else one per group of GPUs, but at least 1.
-
-    `gpus`: the number of groups of GPUs.
-    """
+def _processes(spec: LaunchSpec, groups: int, env: Mapping[str, str]) -> str:
+    """The number of processes: --nproc-per-node if given, else the number of groups of GPUs, but at least 1."""
     if spec.processes is None:
-        return str(max(1, gpus))
-    if spec.gpus is not None and spec.processes != str(gpus):
-        first = f"unset {PROCESSES_DEFAULT}, or " if PROCESSES_DEFAULT in env else ""
+        return str(max(1, groups))
+    if spec.gpus is not None and spec.processes != str(groups):
+        hint = "remove one of the two flags"
+        if PROCESSES_DEFAULT in env:
+            hint = f"unset {PROCESSES_DEFAULT}, or {hint}"
         count = spec.gpus_per_process or 1
         group = "GPU" if count == 1 else f"{count} GPUs"
         raise UsageError(
-            f"--gpus {spec.gpus} means {gpus} processes, one per {group}, but --nproc-per-node is {spec.processes}",
-            f"{first}remove one of the two flags",
+            f"--gpus {spec.gpus} means {groups} processes, one per {group}, but --nproc-per-node is {spec.processes}",
+            hint,
         )
     if spec.processes.lstrip("-").isdecimal() and not 1 <= int(spec.processes) <= _MAX_PROCESSES:
         limit = "less than 1" if int(spec.processes) < 1 else f"more processes than Linux allows ({_MAX_PROCESSES})"
@@ -417,9 +423,9 @@ def _processes(spec: LaunchSpec, gpus: int, env: Mapping[str, str]) -> str:
     return spec.processes
 
 
-def _near(gpus: tuple[Gpu, ...], cpus: Cpus) -> tuple[int, ...]:
-    """The usable cores near any of these GPUs; empty if they are unknown for at least one of the GPUs."""
-    if not all(gpu.near for gpu in gpus):
+def _cores(gpus: tuple[Gpu, ...], cpus: Cpus, spec: LaunchSpec) -> tuple[int, ...]:
+    """The usable cores near any of these GPUs; empty if they are unknown for a GPU, or if torch binds the workers."""
+    if spec.torchrun["numa_binding"] is not None or not all(gpu.near for gpu in gpus):
         return ()
     return tuple(sorted({cpu for gpu in gpus for cpu in gpu.near if cpu in cpus.core_of}))
 
@@ -428,9 +434,11 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
     """The variables that select GPUs, each with its value and the reason for it."""
     if not chosen:
         return {}
-    why = "one process per visible GPU" if spec.gpus is None else f"--gpus {spec.gpus}"
     count = spec.gpus_per_process
-    if count is not None and spec.gpus is None:
+    why = "one process per visible GPU"
+    if spec.gpus is not None:
+        why = f"--gpus {spec.gpus}"
+    elif count is not None:
         why = f"--gpus-per-process {count}"
     variables = {VISIBLE_GPUS: (",".join(word for word, _ in chosen), why)}
     if count is not None:
@@ -441,7 +449,7 @@ def _gpu_variables(spec: LaunchSpec, chosen: Chosen, env: Mapping[str, str]) -> 
 
 
 def _gpu_notices(spec: LaunchSpec, chosen: Chosen, machine: tuple[Gpu, ...], env: Mapping[str, str]) -> Iterator[str]:
-    """Which GPUs are used, and what may be unexpected about them."""
+    """Lines about the GPUs that are used, and about what may be unexpected."""
     listed = [word for word in env.get(VISIBLE_GPUS, "").split(",") if word.strip() not in ("", "-1")]
     usable = len(visible(machine, env))
     if machine and usable < len(listed):
@@ -460,10 +468,10 @@ def _gpu_notices(spec: LaunchSpec, chosen: Chosen, machine: tuple[Gpu, ...], env
     place = spec.place
     if place is not None and place.gpus and len(chosen) < place.gpus and spec.gpus is None and spec.processes is None:
         source = place.sources.get("GPUs", "it")
+        visible_gpus = "1 is" if len(chosen) == 1 else f"{len(chosen) or 'none'} are"
         yield (
-            f"{place.environment} assigned {place.gpus} GPU{'s' * (place.gpus > 1)} to this node ({source}), "
-            f"but {len(chosen) or 'none'} {'is' if len(chosen) == 1 else 'are'} visible; run `ddpkit doctor` on this "
-            f"node to see why"
+            f"{place.environment} assigned {plural(place.gpus, 'GPU')} to this node ({source}), "
+            f"but {visible_gpus} visible; run `ddpkit doctor` on this node to see why"
         )
 
 
@@ -495,9 +503,11 @@ def _fill_from_environment(settings: dict[str, Any], given: Collection[str], env
     if not settings["log_line_prefix_template"] and "log_line_prefix_template" not in given:
         settings["log_line_prefix_template"] = env.get(LINE_PREFIX_DEFAULT)
         read.add("log_line_prefix_template")
-    source, seconds = "--shutdown-timeout", settings["shutdown_timeout"]
+    source = "--shutdown-timeout"
+    seconds = settings["shutdown_timeout"]
     if seconds is None and GRACE_DEFAULT in env:
-        source, seconds = GRACE_DEFAULT, env[GRACE_DEFAULT]
+        source = GRACE_DEFAULT
+        seconds = env[GRACE_DEFAULT]
         read.add("shutdown_timeout")
     elif seconds is None:  # shorter than the cluster's grace period for this launcher, if that period is known
         known = launcher_grace(env)

@@ -113,7 +113,8 @@ def children() -> list[Child]:
     """
     if not has_children():  # as is usual at the end of a job; a search would take milliseconds
         return []
-    pid, result = str(os.getpid()).encode(), []
+    pid = str(os.getpid()).encode()
+    result = []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             fields = _read(f"/proc/{entry.name}/stat").rpartition(b") ")[2].split()  # state, parent, group, session
@@ -145,7 +146,8 @@ def end_children(
     children. `gently`: whether to send SIGTERM before SIGKILL. `leftovers`: files to remove in addition to those that
     the ended processes leave behind.
     """
-    leftovers = set() if leftovers is None else leftovers
+    if leftovers is None:
+        leftovers = set()
     if gently and signal_children(which, signal.SIGTERM, leftovers):
         wait_for(which, _TERM_SECONDS, reap)
     deadline = time.monotonic() + _UNKILLABLE_SECONDS

@@ -21,7 +21,13 @@ class Program(NamedTuple):
     @property
     def command_line(self) -> tuple[str, ...]:
         """The equivalent command line."""
-        return (self.python, "-u", *(("-m",) if self.module else ()), self.name, *self.arguments)
+        options = ("-u", "-m") if self.module else ("-u",)
+        return (self.python, *options, self.name, *self.arguments)
+
+    @property
+    def argv(self) -> list[str]:
+        """`sys.argv` while Python starts the program."""
+        return ["-m" if self.module else self.name, *self.arguments]
 
     @property
     def folder(self) -> Path:
@@ -33,8 +39,9 @@ class Program(NamedTuple):
         """The source of the main file; empty if the file cannot be found or read."""
         path = Path(self.name)
         if self.module:
-            path = Path(self.name.replace(".", "/"))
-            path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+            path = Path(self.name.replace(".", "/"), "__main__.py")
+            if not path.parent.is_dir():
+                path = path.parent.with_suffix(".py")
         try:
             return path.read_text(errors="replace")
         except OSError:

@@ -13,7 +13,7 @@ from ddp_kit.clusters.engines import recognise
 from ddp_kit.clusters.request import JobPlace
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.job import Limits
-from ddp_kit.launcher.spec import LaunchSpec
+from ddp_kit.launcher.spec import LaunchSpec, rendezvous_settings
 from ddp_kit.masking import masked
 
 # --- Process on a port ------------------------------------------------------------------------------------------------
@@ -47,7 +47,6 @@ _CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
 _NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
 _POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
 _MAX_SECONDS = 1e9  # 30 years; system calls do not accept much larger values
-_BLANK = "'\" \t\n"
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
 
@@ -58,7 +57,7 @@ class Rendezvous:
 
     backend: str
     served_by_ddpkit: bool
-    """Whether ddpkit serves the rendezvous (static, or c10d with a TCP store); if not, torch's agent serves it."""
+    """Whether ddpkit serves the rendezvous (static, or c10d with a TCP store); if not, torchrun runs the job."""
     run_id: str
     """The value of --rdzv-id."""
     host: str
@@ -79,7 +78,9 @@ class Rendezvous:
     @property
     def nodes(self) -> int | None:
         """The number of nodes if it is fixed, or None if it is between `min_nodes` and `max_nodes`."""
-        return self.limits.max_nodes if self.limits.min_nodes == self.limits.max_nodes else None
+        if self.limits.min_nodes < self.limits.max_nodes:
+            return None
+        return self.limits.max_nodes
 
     @property
     def group_rank(self) -> int | None:
@@ -91,7 +92,9 @@ class Rendezvous:
     @property
     def master_addr(self) -> str:
         """MASTER_ADDR, as far as it is known before the rendezvous."""
-        return self.local_addr or self.host if self.group_rank == 0 else self.host
+        if self.group_rank == 0 and self.local_addr:
+            return self.local_addr
+        return self.host
 
     @property
     def set_by_master_flags(self) -> bool:
@@ -101,12 +104,18 @@ class Rendezvous:
 
 def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvous:
     """Read the rendezvous settings from torchrun's flags and `place`. Raises `UsageError` for invalid settings."""
-    conf = _conf(torchrun["rdzv_conf"])
+    conf = rendezvous_settings(torchrun["rdzv_conf"])
     backend = torchrun["rdzv_backend"]
     static = backend == "static"
     served_by_ddpkit = static or (backend == "c10d" and conf.get("store_type", "tcp").lower() == "tcp")
     host, port, endpoint_source = _endpoint(torchrun, served_by_ddpkit)
-    is_host = _is_host(conf) if served_by_ddpkit and not static else None
+    node_rank = None
+    is_host = None
+    if static:
+        node_rank = torchrun["node_rank"]
+        is_host = node_rank == 0
+    elif served_by_ddpkit:
+        is_host = _is_host(conf)
     if place is not None and place.host == host and endpoint_source:
         endpoint_source = f"{place.sources.get('host', place.environment)} of {place.environment}"
     return Rendezvous(
@@ -116,9 +125,9 @@ def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvo
         host=host,
         port=port,
         endpoint_source=endpoint_source,
-        limits=_limits(torchrun, conf if served_by_ddpkit else {}, place),
-        node_rank=torchrun["node_rank"] if static else None,
-        is_host=torchrun["node_rank"] == 0 if static else is_host,
+        limits=_limits(torchrun, conf, place),
+        node_rank=node_rank,
+        is_host=is_host,
         local_addr=torchrun["local_addr"],
         place=place,
     )
@@ -147,23 +156,27 @@ def overridden_flags(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
     """A notice for each flag that another flag overrides; torchrun ignores overridden flags silently."""
     if torchrun["standalone"]:
         winner = "--standalone"
-        losers = {"rdzv_endpoint": "--rdzv-endpoint", "master_port": "--master-port"}
+        losers = ["rdzv_endpoint", "master_port"]
     elif torchrun["rdzv_backend"] != "static":
         winner = f"--rdzv-backend {torchrun['rdzv_backend']}"
-        losers = {"node_rank": "--node-rank", "master_port": "--master-port"}
-    else:
+        losers = ["node_rank", "master_port"]
+    elif torchrun["rdzv_endpoint"]:
         winner = "--rdzv-endpoint"
-        losers = {"master_port": "--master-port"} if torchrun["rdzv_endpoint"] else {}
+        losers = ["master_port"]
+    else:
+        return ()
     return tuple(
-        f"{winner} overrides {flag} {torchrun[name]}, which is ignored"
-        for name, flag in losers.items()
+        f"{winner} overrides --{name.replace('_', '-')} {torchrun[name]}, which is ignored"
+        for name in losers
         if torchrun[name]
     )
 
 
 def ignored_settings(torchrun: Mapping[str, Any]) -> tuple[str, ...]:
     """A notice for each number in --rdzv-conf that has no effect, although torchrun accepts it."""
-    conf = _conf(torchrun["rdzv_conf"]) if torchrun["rdzv_backend"] in _NUMBERS_OF else {}
+    if torchrun["rdzv_backend"] not in _NUMBERS_OF:
+        return ()
+    conf = rendezvous_settings(torchrun["rdzv_conf"])
     return tuple(
         f"--rdzv-conf {name}={conf[name]} is not a number greater than 0, and is ignored"
         for name in _CONF_NUMBERS
@@ -179,8 +192,8 @@ def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str,
     if not served_by_ddpkit:
         return endpoint, None, "--rdzv-endpoint"
     if torchrun["rdzv_backend"] == "c10d":
-        host, port = _host_and_port(endpoint)
-        return host, C10D_PORT if port is None else port, "--rdzv-endpoint" if endpoint else "torch's default"
+        host, port = _host_and_port(endpoint, C10D_PORT)
+        return host, port, "--rdzv-endpoint" if endpoint else "torch's default"
     if not endpoint:
         port = STATIC_PORT if torchrun["master_port"] is None else torchrun["master_port"]
         return torchrun["master_addr"].strip("[]"), port, "--master-addr and --master-port"
@@ -193,25 +206,16 @@ def _endpoint(torchrun: Mapping[str, Any], served_by_ddpkit: bool) -> tuple[str,
     return host, port, "--rdzv-endpoint"
 
 
-def _host_and_port(endpoint: str) -> tuple[str, int | None]:
+def _host_and_port(endpoint: str, default_port: int | None = None) -> tuple[str, int | None]:
     """Split `host`, `host:port` or `[IPv6 address]:port` into host and port."""
     host, colon, port = endpoint.strip().rpartition(":")
     if not colon or port.endswith("]") or (host.count(":") and not host.startswith("[")):
-        return endpoint.strip().strip("[]") or "localhost", None
+        return endpoint.strip().strip("[]") or "localhost", default_port
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise UsageError(
             f"{endpoint!r} is not a valid endpoint: {port!r} is not a port number", "write it as HOST:PORT"
         )
     return host.strip("[]") or "localhost", int(port)
-
-
-def _conf(text: str) -> dict[str, str]:
-    """Parse --rdzv-conf. Quotes that the shell has not removed are stripped from names and values."""
-    pairs = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
-    for name, _, value in pairs:
-        if not (name.strip() and value.strip()):
-            raise UsageError(f"--rdzv-conf {text}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
-    return {name.strip(_BLANK): value.strip(_BLANK) for name, _, value in pairs}
 
 
 def _is_host(conf: Mapping[str, str]) -> bool | None:
@@ -224,33 +228,38 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:
     """Read the limits on nodes and restarts from torchrun's flags, and the timeouts from --rdzv-conf."""
     numbers = _numbers(conf, torchrun["rdzv_backend"])
-    has_keep_alive = "keep_alive_interval" in numbers or "keep_alive_max_attempt" in numbers
     min_nodes, max_nodes = _nnodes(str(torchrun["nnodes"]))
     max_restarts = torchrun["max_restarts"]
     if max_restarts < 0:
         raise UsageError(f"--max-restarts {max_restarts} is less than 0", "use 0 to disable restarts")
     default = Limits(min_nodes, max_nodes, max_restarts)
     static = torchrun["rdzv_backend"] == "static"
-    join, replacement = _STATIC_TIMEOUT if static else default.join_timeout, default.replacement_timeout
+    join = _STATIC_TIMEOUT if static else default.join_timeout
+    heartbeat = default.heartbeat_timeout
+    replacement = default.replacement_timeout
     if place is not None:
-        join, replacement = place.join or join, place.replacement or replacement
+        join = place.join or join
+        replacement = place.replacement or replacement
+    if static:
+        join = numbers.get("timeout", join)
+    if "keep_alive_interval" in numbers or "keep_alive_max_attempt" in numbers:
+        heartbeat = numbers.get("keep_alive_interval", 5.0) * numbers.get("keep_alive_max_attempt", 3.0)
     return Limits(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         max_restarts=max_restarts,
-        join_timeout=numbers.get("join_timeout", numbers.get("timeout", join) if static else join),
+        join_timeout=numbers.get("join_timeout", join),
         last_call_timeout=numbers.get("last_call_timeout", default.last_call_timeout),
-        heartbeat_timeout=numbers.get("keep_alive_interval", 5.0) * numbers.get("keep_alive_max_attempt", 3.0)
-        if has_keep_alive
-        else default.heartbeat_timeout,
+        heartbeat_timeout=heartbeat,
         replacement_timeout=numbers.get("replacement_timeout", replacement),
     )
 
 
 def _nnodes(nnodes: str) -> tuple[int, int]:
-    least, several, most = nnodes.partition(":")
+    bounds = nnodes.split(":", 1)
     try:
-        min_nodes, max_nodes = int(least), int(most if several else least)
+        min_nodes = int(bounds[0])
+        max_nodes = int(bounds[-1])
     except ValueError:
         raise UsageError(
             f"--nnodes {nnodes} is neither a number nor MIN:MAX", "for example: --nnodes 2, or --nnodes 2:4"
@@ -273,7 +282,7 @@ def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
         number = _number(conf[name])
         if _is_usable(name, number):
             numbers[name] = number
-        elif name in _NUMBERS_OF[backend] and (math.isnan(number) or name in _POSITIVE):
+        elif name in _NUMBERS_OF.get(backend, ()) and (math.isnan(number) or name in _POSITIVE):
             raise UsageError(
                 f"--rdzv-conf {name}={conf[name]} is not a number greater than 0", f"for example: {name}=30"
             )

@@ -4,20 +4,18 @@ Nothing here imports torch, so a command line is parsed in milliseconds, and a m
 """
 
 import argparse
-import math
-import re
 import shlex
 import shutil
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_kit.arguments import Parser
-from ddp_kit.env import FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
+from ddp_kit.arguments import Parser, count, duration, seconds
+from ddp_kit.env import FILE_TIMER, FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.program import Program
@@ -56,36 +54,11 @@ exit codes:
 # --- Flags ------------------------------------------------------------------------------------------------------------
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of seconds: use a number of at least 0")
-    return seconds
+_BLANK = "'\" \t\n"
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid number of GPUs: use a whole number of at least 1")
-    return int(text)
-
-
-_UNITS = {"s": 1, "m": 60, "h": 3600}
-
-
-def _duration(text: str) -> float | None:
-    """The seconds of a time such as `90`, `90s`, `10m` or `2h`; None for `off` and an empty variable."""
-    if text in ("", "off"):
-        return None
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
-    seconds = float(number) * _UNITS[unit] if re.fullmatch(r"\d{1,9}(\.\d+)?", number) else 0.0
-    if not seconds:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a time: use a number of seconds, or such as 90s, 10m, 2h or off"
-        )
-    return seconds
+def _time_to_keep(text: str) -> float | None:
+    return None if text in ("", "off") else duration(text)
 
 
 def _modules(text: str) -> str:
@@ -128,24 +101,26 @@ class Flag(NamedTuple):
     def add_to(self, group: "argparse._ActionsContainer", env: Mapping[str, str]) -> None:
         """Add the flag to a parser or a group. Raises `UsageError` if the flag's variable is not a number."""
         spellings = [spelling for spelling in (self.short, self.name) if spelling]
-        variable = FLAG_DEFAULT.format(name=self.dest.upper())
-        value = env.get(self.variable or variable) if self.has_variable else None
+        variable = self.variable or FLAG_DEFAULT.format(name=self.dest.upper())
+        default = self.default
+        if self.has_variable:
+            default = env.get(variable, default)
         if self.metavar:
             group.add_argument(
                 *spellings,
                 metavar=self.metavar,
-                nargs=None if self.without_value is None else "?",
+                nargs="?" if self.without_value else None,
                 const=self.without_value,
                 type=self.type,
                 choices=self.choices,
-                default=self.default if value is None else value,
+                default=default,
                 help=self.help,
             )
             return
         try:
-            is_on = value is not None and bool(int(value))
+            is_on = default is not None and bool(int(default))
         except ValueError:
-            raise UsageError(f"{variable}={value} is not a number", f"set {variable} to 0 or 1") from None
+            raise UsageError(f"{variable}={default} is not a number", f"set {variable} to 0 or 1") from None
         group.add_argument(*spellings, action="store_true", default=is_on, help=self.help)
 
 
@@ -188,7 +163,7 @@ TORCHRUN_FLAGS = (
     Flag(
         "--monitor-interval",
         "SECONDS",
-        "time between two checks of the processes; only used with etcd and rendezvous plug-ins. Default: 0.1",
+        "time between two checks of the processes; only used where torchrun itself runs the job. Default: 0.1",
         0.1,
         float,
     ),
@@ -300,7 +275,7 @@ OWN_FLAGS = (
         "N",
         "give each process N GPUs, for a model that spans several devices (see device_map); --gpus is then the total"
         " for all processes of this node. Default: 1",
-        type=_count,
+        type=count,
         has_variable=False,
     ),
     Flag(
@@ -309,7 +284,7 @@ OWN_FLAGS = (
         "keep a process that has imported torch and what the script imports, so that the next launches of the script"
         " start at once. It ends when none has come for TIME, such as 90s or 2h. `ddpkit warm` lists and stops such"
         " processes. Without TIME: 10m",
-        type=_duration,
+        type=_time_to_keep,
         variable=KEEP_WARM,
         without_value="10m",
     ),
@@ -330,7 +305,7 @@ OWN_FLAGS = (
         "kill a process that has made no progress for SECONDS (or for twice the longest pause so far, if that is"
         " longer), and print where every rank was. 0: no limit. Default: 300, but only for scripts with a Trainer. If"
         " given, the limit also applies to other scripts: collectives and executed Python code then count as progress",
-        type=_seconds,
+        type=seconds,
         has_variable=False,
     ),
     Flag(
@@ -403,7 +378,20 @@ class LaunchSpec(NamedTuple):
 
     def may_fork(self, env: Mapping[str, str]) -> bool:
         """Whether the warm server may fork the workers. `env`: the launcher's environment."""
-        return not (self.cold or self.torchrun["no_python"] or self.torchrun["run_path"] or PYTHON in env)
+        started_cold = self.cold or self.torchrun["no_python"] or self.torchrun["run_path"] or PYTHON in env
+        return not (started_cold or self.torchrun_only(env))
+
+    def torchrun_only(self, env: Mapping[str, str]) -> str:
+        """The setting that only torchrun supports, so that torchrun itself runs the job; empty: ddpkit runs it."""
+        settings = self.torchrun
+        if env.get(FILE_TIMER) == "1":
+            return f"{FILE_TIMER}=1"
+        if settings["event_log_handler"] != "null":
+            return f"--event-log-handler {settings['event_log_handler']}"
+        if not settings["standalone"] and settings["rdzv_backend"] not in ("static", "c10d"):
+            return f"--rdzv-backend {settings['rdzv_backend']}"
+        store = rendezvous_settings(settings["rdzv_conf"]).get("store_type", "tcp")
+        return "" if store.lower() == "tcp" else f"--rdzv-conf store_type={store}"
 
 
 class UnknownFlagError(UsageError):
@@ -433,12 +421,10 @@ def parse(
     for name, typed in flags.items():
         if name.startswith("-"):
             close = nearest(name, [spelling for action in known.actions for spelling in action.option_strings])
-            raise UnknownFlagError(
-                name,
-                f"there is no flag {typed[0]!r}",
-                f"{f'did you mean {close}? ' if close else ''}`ddpkit launch --help` lists all flags; put the script's "
-                "flags after the script",
-            )
+            hint = "`ddpkit launch --help` lists all flags; put the script's flags after the script"
+            if close:
+                hint = f"did you mean {close}? {hint}"
+            raise UnknownFlagError(name, f"there is no flag {typed[0]!r}", hint)
     if not words and settings["print_completion"] is None:
         known.error("the following arguments are required: script.py")
     settings |= {"training_script": "".join(words[:1]), "training_script_args": words[1:]}
@@ -481,16 +467,19 @@ def split(argv: Sequence[str], known: Parser) -> tuple[dict[str, tuple[str, ...]
     parse `--local=3` after the script as an abbreviation of a launcher flag.
     """
     actions = {spelling: action for action in known.actions for spelling in action.option_strings}
-    flags, words = dict[str, tuple[str, ...]](), deque(argv)
+    flags: dict[str, tuple[str, ...]] = {}
+    words = deque(argv)
     while words and words[0].startswith("-") and words[0] not in ("-", "--"):
         for spelling, value in _flags_in(words.popleft(), actions):
             action = actions.get(spelling)
             typed = [spelling]
             if value is not None:
-                typed = [f"{spelling}={value}" if spelling.startswith("--") else f"{spelling}{value}"]
+                equals = "=" * spelling.startswith("--")
+                typed = [f"{spelling}{equals}{value}"]
             elif action is not None and action.nargs is None and words:
                 typed.append(words.popleft())
-            flags[spelling if action is None else action.dest] = tuple(typed)
+            name = spelling if action is None else action.dest
+            flags[name] = tuple(typed)
     rest = list(words)
     if "--" in rest[:2]:
         rest.remove("--")  # argparse and torchrun drop one, before the script or directly after it
@@ -505,14 +494,69 @@ def _flags_in(word: str, actions: Mapping[str, argparse.Action]) -> Iterator[tup
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         full = name.replace("_", "-")
-        matching = [full] if full in actions else [spelling for spelling in actions if spelling.startswith(full)]
-        yield matching[0] if len(matching) == 1 else name, value if equals else None
+        if full not in actions:
+            matching = [spelling for spelling in actions if spelling.startswith(full)]
+            full = matching[0] if len(matching) == 1 else name
+        yield full, value if equals else None
         return
     letters = word[1:]
     while len(letters) > 1 and f"-{letters[0]}" in actions and actions[f"-{letters[0]}"].nargs == 0:
         yield f"-{letters[0]}", None
         letters = letters[1:]
     yield f"-{letters[0]}", letters[1:].removeprefix("=") if len(letters) > 1 else None
+
+
+def rendezvous_settings(text: str) -> dict[str, str]:
+    """Parse --rdzv-conf. Quotes that the shell has not removed are stripped from names and values."""
+    pairs = [pair.partition("=") for pair in text.split(",")] if text.strip() else []
+    for name, _, value in pairs:
+        if not (name.strip() and value.strip()):
+            raise UsageError(f"--rdzv-conf {text}: {name.strip()!r} has no value", "write NAME=VALUE,NAME=VALUE")
+    return {name.strip(_BLANK): value.strip(_BLANK) for name, _, value in pairs}
+
+
+# --- torchrun's command line ------------------------------------------------------------------------------------------
+
+
+def torchrun_words(
+    settings: Mapping[str, Any], defaults: Mapping[str, Any], read_by_torchrun: Collection[str]
+) -> list[str]:
+    """The command line of torchrun for these settings: its flags, the script and the arguments of the script.
+
+    `defaults`: the settings that torchrun uses in this environment if no flag is given. They include the values of
+    PET_ variables. Settings equal to these defaults, and flags that the installed torchrun lacks, are left out.
+    `read_by_torchrun`: names of settings that torchrun reads from environment variables.
+    """
+    wanted = {name: value for name, value in settings.items() if name in defaults}
+    if settings["standalone"]:  # with this flag, torchrun sets the rendezvous itself
+        wanted = {name: value for name, value in wanted.items() if not name.startswith("rdzv_") or name == "rdzv_conf"}
+    script = wanted.pop("training_script")
+    arguments = [str(argument) for argument in wanted.pop("training_script_args")]
+    flags = [
+        _torchrun_flag(name, value)
+        for name, value in wanted.items()
+        if value is not None and value != defaults[name] and name not in read_by_torchrun
+    ]
+    # torchrun drops the first `--`, which must not be the script's own.
+    if arguments[:1] == ["--"] or _taken_for_flags(arguments, wanted):
+        flags.append("--")
+    return [*flags, script, *arguments]
+
+
+def _torchrun_flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    if isinstance(value, list):
+        value = ",".join(str(item).replace(",", ",,") for item in value)
+    return f"{flag}={value}"
+
+
+def _taken_for_flags(arguments: Sequence[str], names: Mapping[str, Any]) -> bool:
+    """Whether torchrun would parse an argument of the script as an abbreviation of a torchrun flag."""
+    flags = [f"--{spelled}" for name in names for spelled in (name, name.replace("_", "-"))]
+    flag_names = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    return any(flag.startswith(word) and flag != word for word in flag_names for flag in flags)
 
 
 # --- Checks of the script ---------------------------------------------------------------------------------------------
@@ -557,8 +601,10 @@ def _check_file(script: str) -> None:
 
 def _nearest_script(missing: Path) -> str:
     scripts = {path.stem: path for path in sorted(missing.parent.glob("*.py"))}  # empty if the folder does not exist
+    if not scripts:
+        return "check the path"
     close = nearest(missing.stem, list(scripts))
     if close:
         return f"did you mean {scripts[close]}?"
     names = ", ".join(path.name for path in list(scripts.values())[:10])
-    return f"the scripts in {missing.parent.resolve()} are: {names}" if scripts else "check the path"
+    return f"the scripts in {missing.parent.resolve()} are: {names}"

@@ -2,7 +2,6 @@
 
 import re
 import signal
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -77,9 +76,10 @@ class Failure:
         """How the worker ended: `exit code 1`, `killed by SIGKILL`, `out of memory, ...` or `hung`."""
         if self.hung:
             return "hung"
-        if self.out_of_memory:
-            return f"out of memory, {_how_ended(self.exit_code)[0]}"
-        return _how_ended(self.exit_code)[0]
+        how = f"exit code {self.exit_code}"
+        if self.exit_code < 0:
+            how = f"killed by {_signal_name(-self.exit_code)}"
+        return f"out of memory, {how}" if self.out_of_memory else how
 
     def __str__(self) -> str:
         return f"rank {self.rank} failed first: {self.described}"
@@ -87,10 +87,13 @@ class Failure:
     @property
     def described(self) -> str:
         """How the worker ended, on which host, after which step, and why."""
-        where = f", host {self.host}" if self.host else ""
-        when = f", after step {self.step}" if self.step is not None else ""
-        because = f": {self.message_to_show}" if self.message_to_show else ""
-        return f"{self.how} (local rank {self.local_rank}{where}, pid {self.pid}{when}){because}"
+        details = [f"local rank {self.local_rank}"]
+        if self.host:
+            details.append(f"host {self.host}")
+        details.append(f"pid {self.pid}")
+        if self.step is not None:
+            details.append(f"after step {self.step}")
+        return ": ".join(filter(None, [f"{self.how} ({', '.join(details)})", self.message_to_show]))
 
 
 @dataclass(frozen=True)
@@ -171,13 +174,18 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
             f"the nodes of the job were started with different settings: {outcome.lost}\n"
             "  hint: use the same --nnodes on all nodes, and a different --node-rank on each node",
         )
+    stopped = f"stopped by {_signal_name(outcome.stopped_by)}"
     if outcome.lost:
-        code: int = ExitCode.NODE_LOST if outcome.started else ExitCode.LAUNCH_FAILED
-        code = ExitCode.of_signal(outcome.stopped_by) if outcome.stopped_by else code
-        by = f" (stopped by {_signal_name(outcome.stopped_by)})" if outcome.stopped_by else ""
-        return Verdict(code, f"the job cannot {'continue' if outcome.started else 'start'}: {outcome.lost}{by}")
+        code = ExitCode.LAUNCH_FAILED
+        text = f"the job cannot start: {outcome.lost}"
+        if outcome.started:
+            code = ExitCode.NODE_LOST
+            text = f"the job cannot continue: {outcome.lost}"
+        if outcome.stopped_by:
+            return Verdict(ExitCode.of_signal(outcome.stopped_by), f"{text} ({stopped})")
+        return Verdict(code, text)
     if outcome.stopped_by:
-        return Verdict(ExitCode.of_signal(outcome.stopped_by), f"stopped by {_signal_name(outcome.stopped_by)}")
+        return Verdict(ExitCode.of_signal(outcome.stopped_by), stopped)
     if not outcome.failures:
         return Verdict(ExitCode.OK)
     first = first_failure(outcome.failures)
@@ -189,20 +197,21 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
         outcome.note,
         first.hint and f"hint: {first.hint}",
     ]
+    exit_code = first.exit_code
+    if exit_code < 0:
+        exit_code = ExitCode.of_signal(-exit_code)
     trace = "" if first.rank in shown else first.trace
-    return Verdict(_how_ended(first.exit_code)[1], "\n  ".join(filter(None, lines)), trace)
+    return Verdict(exit_code, "\n  ".join(filter(None, lines)), trace)
 
 
 def record(outcome: Outcome) -> dict[str, Any]:
     """The outcome and the verdict as a dict for JSON."""
     verdict = judge(outcome)
-    first = first_failure(outcome.failures) if outcome.failures else None
-    return {
-        "exit_code": int(verdict.exit_code),
-        "text": verdict.text,
-        "first_failure": None if first is None else asdict(first) | {"how": first.how},
-        **asdict(outcome),
-    }
+    content: dict[str, Any] = {"exit_code": int(verdict.exit_code), "text": verdict.text, "first_failure": None}
+    if outcome.failures:
+        first = first_failure(outcome.failures)
+        content["first_failure"] = asdict(first) | {"how": first.how}
+    return content | asdict(outcome)
 
 
 def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
@@ -225,17 +234,21 @@ def _grouped(failures: Iterable[Failure], first: Failure) -> list[str]:
     for failure in failures:
         if not failure.stopped:
             message = _plain(failure.message_to_show) or failure.how
-            known = first.message_to_show and normalised(message) == normalised(first.message_to_show)
-            message = "" if known else message
+            if first.message_to_show and normalised(message) == normalised(first.message_to_show):
+                message = ""
             by_message.setdefault(message, []).append(failure.rank)
-    largest = Counter({message: len(ranks) for message, ranks in by_message.items()}).most_common()
+    groups = sorted(by_message.items(), key=lambda group: -len(group[1]))  # the largest first
     lines = []
-    for message, count in largest[:_MAX_GROUPS]:
-        same = " with the same error" if count > 1 or not message else ""
-        ranks = rank_list(by_message[message])
-        lines.append(f"{ranks} then failed{same}: {message}" if message else f"{ranks} then failed{same}")
-    rest = sum(count for _, count in largest[_MAX_GROUPS:])
-    return [*lines, f"{rest} more ranks then failed, with different errors"] if rest else lines
+    for message, ranks in groups[:_MAX_GROUPS]:
+        same = " with the same error" if len(ranks) > 1 else ""
+        if message:
+            lines.append(f"{rank_list(ranks)} then failed{same}: {message}")
+        else:
+            lines.append(f"{rank_list(ranks)} then failed with the same error")
+    rest = sum(len(ranks) for _, ranks in groups[_MAX_GROUPS:])
+    if rest:
+        lines.append(f"{rest} more ranks then failed, with different errors")
+    return lines
 
 
 def _plain(message: str) -> str:
@@ -246,13 +259,8 @@ def rank_list(ranks: Collection[int]) -> str:
     """Text such as `rank 3` or `ranks 1, 2`; for many ranks, only their number, such as `7 ranks`."""
     if len(ranks) > _MAX_LISTED_RANKS:
         return f"{len(ranks)} ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
-
-
-def _how_ended(exit_code: int) -> tuple[str, int]:
-    if exit_code >= 0:
-        return f"exit code {exit_code}", exit_code
-    return f"killed by {_signal_name(-exit_code)}", ExitCode.of_signal(-exit_code)
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _signal_name(number: int) -> str:

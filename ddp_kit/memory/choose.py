@@ -30,8 +30,8 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory, plan_memory, tensor_size
 from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_come
+from ddp_kit.model.modes import sparse_weights
 from ddp_kit.parallel import Strategy
-from ddp_kit.structures import sparse_weights
 from ddp_kit.texts import distinct_sizes, size_text
 
 _WORTH_IT = 0.98  # advise only what needs at most this fraction of the bytes of the current or a cheaper placement
@@ -82,7 +82,8 @@ class Candidate:
     def available(self) -> int:
         """Bytes available for weights, gradients, optimizer state and communication."""
         recomputes = self.memory.activation_checkpointing == "blocks"
-        return int((COUNTED_SHARE_RECOMPUTED if recomputes else COUNTED_SHARE) * self.device_memory)
+        share = COUNTED_SHARE_RECOMPUTED if recomputes else COUNTED_SHARE
+        return int(share * self.device_memory)
 
     def __str__(self) -> str:
         return f"{self.text} needs {size_text(self.counted, 2)} of {size_text(self.available, 2)}"
@@ -99,7 +100,7 @@ def candidates(
     """
 
     def placed(
-        strategy: str | dict[str, int],
+        strategy: dict[str, Any],
         changes: dict[str, Any],
         note: str = "",
         of: ModelMemory = model,
@@ -107,7 +108,7 @@ def candidates(
         automatic: bool = True,
         **others: str,
     ) -> Candidate:
-        implied = ParallelConfig.model_validate({"strategy": strategy} if isinstance(strategy, str) else strategy)
+        implied = ParallelConfig.model_validate(strategy)
         sizes = {name: getattr(implied, name) for name in ("strategy", "replicate", "shard", "tensor")}
         used = memory.model_copy(update=changes)
         placement = parallel.model_copy(update=sizes)
@@ -121,18 +122,21 @@ def candidates(
     if any(row.unit for row in model.rows) and "activation_checkpointing" not in memory.model_fields_set:
         recomputed = _RECOMPUTED
     offloads = "offload" not in memory.model_fields_set
-    in_node = math.gcd(ranks, per_node)
-    tensor = tensor_size(model.rows, in_node) if model.splits_known else in_node
+    tensor = math.gcd(ranks, per_node)
+    if model.splits_known:
+        tensor = tensor_size(model.rows, tensor)
+    ddp = {"strategy": "ddp"}
+    fsdp = {"strategy": "fsdp"}
 
-    yield placed("ddp", {})
+    yield placed(ddp, {})
     if model.copies_weights:
-        fused = placed("ddp", {}, of=replace(model, copies_weights=False), automatic=False)
+        fused = placed(ddp, {}, of=replace(model, copies_weights=False), automatic=False)
         yield replace(fused, text=f"{fused.text}, and fused=True for the optimizer")
     if ranks > 1:
-        yield placed("zero1", {})
-        yield placed("fsdp", {})
+        yield placed({"strategy": "zero1"}, {})
+        yield placed(fsdp, {})
     # From here on, the optimizer's copies are no longer the reason why a model does not fit.
-    most = "fsdp" if ranks > 1 else "ddp"
+    most = fsdp if ranks > 1 else ddp
     if recomputed:
         yield placed(most, recomputed, "blocks are computed twice, which takes about a third more time")
         copied = "activations are copied to host memory and back"
@@ -188,11 +192,10 @@ def choose(tried: Iterable[Candidate]) -> tuple[Candidate | None, list[Candidate
     """
     refused: list[Candidate] = []
     for candidate in tried:
-        if not candidate.automatic:
-            continue
-        if candidate.counted <= candidate.available:
+        if candidate.automatic and candidate.counted <= candidate.available:
             return candidate, refused
-        refused.append(candidate)
+        if candidate.automatic:
+            refused.append(candidate)
     return None, refused
 
 
@@ -224,7 +227,8 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
     if config.parallel.strategy != AUTO:
         return config
     everyone = gathered(world, [_memory_of_rank(world), world.local_world_size])
-    least, per_node = min(memory for memory, _ in everyone), math.gcd(*(ranks for _, ranks in everyone))
+    least = min(memory for memory, _ in everyone)
+    per_node = math.gcd(*(ranks for _, ranks in everyone))
     whole = measured_without_pass(model, config)
     chosen, refused = choose(candidates(whole, config.parallel, config.memory, world.world_size, least, per_node))
     if chosen is None:
@@ -232,7 +236,7 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
             f"parallel='auto' found no placement that fits: {'; '.join(map(str, refused))}. {_COUNTED}",
             "use more ranks or precision='bf16-true', or configure `parallel` and `memory` yourself",
         )
-    logger.info('parallel="auto": {}{}. {}', chosen, "".join(f"; {candidate}" for candidate in refused), _COUNTED)
+    logger.info('parallel="auto": {}. {}', "; ".join(map(str, [chosen, *refused])), _COUNTED)
     placed = config.model_copy(update={"parallel": chosen.parallel, "memory": chosen.memory})
     for message, instead in combinations.problems(placed):
         raise ConfigError(message, instead)
@@ -250,12 +254,13 @@ def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, mic
     """The full output of `ddpkit plan`."""
     config, plan, lines = planned(model, config, asked.ranks, asked.memory, asked.per_node)
     values = sum(row.numel for row in model.rows)
-    auto = ' (micro_batch_size="auto": planned for one sample)' if config.micro_batch_size == "auto" else ""
     title = (
         f"{values:,} parameters, parallel={config.parallel.strategy!r}, "
-        f"precision={config.precision!r}, micro-batch {micro_batch}{auto}"
+        f"precision={config.precision!r}, micro-batch {micro_batch}"
     )
-    return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, asked.per_node, title=title)])
+    if config.micro_batch_size == "auto":
+        title += ' (micro_batch_size="auto": planned for one sample)'
+    return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, asked.per_node, title)])
 
 
 def planned(
@@ -266,10 +271,11 @@ def planned(
     Returns also the configuration, in which ``parallel="auto"`` is replaced by the candidate that it chooses for
     `device_memory`, or by the last one if none fits; and lines that describe this choice.
     """
-    chosen, lines = config, []
+    chosen = config
+    lines = []
     if config.parallel.strategy == AUTO and device_memory is not None:
         # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
-        rows = (replace(row, state_per_value=2 * row.itemsize) if row.trained else row for row in model.rows)
+        rows = (replace(row, state_per_value=2 * row.itemsize * row.trained) for row in model.rows)
         whole = ModelMemory(tuple(rows), model.buffers)
         fits, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, per_node))
         last = fits or refused[-1]
@@ -292,23 +298,27 @@ def planned(
     return chosen, plan, lines
 
 
-def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, per_node: int, title: str = "") -> str:
+def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, per_node: int, title: str) -> str:
     """Describe a plan as text: a table, whether the plan fits in memory, and if not, what to change."""
     devices = "on 1 device:" if ranks == 1 else f"on each of {ranks} devices:"
-    lines = [f"{title}; {devices}" if title else devices, str(plan)]
+    lines = [f"{title}; {devices}", str(plan)]
     lines += [f"  not known: {problem}" for problem in plan.problems]
-    least = "at least " if plan.problems else ""
-    needed, has = distinct_sizes(plan.total, device_memory)
-    needs = f"{least}{needed}"
+    needs, has = distinct_sizes(plan.total, device_memory)
+    known = ""
+    if plan.problems:
+        needs = f"at least {needs}"
+        known = ", as far as is known"
     if plan.total <= device_memory:
-        lines.append(f"fits: {needs} of {has}" + (", as far as is known" if plan.problems else ""))
+        lines.append(f"fits: {needs} of {has}{known}")
         return "\n".join(lines)
     lines.append(f"does not fit: needs {needs}, but a device has {has}")
     if found := advice(model, plan, ranks, device_memory, per_node):
         lines.append("settings that fit, cheapest first:")
         for candidate in found:
-            note = f" ({candidate.note})" if candidate.note else ""
-            lines.append(f"  {candidate.text}: {size_text(candidate.plan.total)}{note}")
+            line = f"  {candidate.text}: {size_text(candidate.plan.total)}"
+            if candidate.note:
+                line += f" ({candidate.note})"
+            lines.append(line)
     else:
         tried = candidates(model, ParallelConfig(), MemoryConfig(), ranks, device_memory, per_node)
         smallest = min(tried, key=lambda candidate: candidate.plan.total)
@@ -358,7 +368,8 @@ def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, stepp
     if strategy.parameters_on_host:
         weights = gradients = 0
     weights += sum(map(bytes_of, model.buffers()))
-    plan = MemoryPlan(weights, gradients, state_to_come(optimizer) if optimizer is stepped_optimizer else 0)
+    state = state_to_come(optimizer) if optimizer is stepped_optimizer else 0
+    plan = MemoryPlan(weights, gradients, state)
     check_exact_fits(plan, memory)
     return plan.exact
 
@@ -392,12 +403,15 @@ def out_of_memory_hint(model: nn.Module, optimizer: Optimizer, config: TrainerCo
 
     Not a collective. Does not query the device, because the error may have left it in any state.
     """
-    recompute = "" if config.memory.activation_checkpointing else 'memory={"activation_checkpointing": "blocks"}'
+    first = ""
+    also = ""
+    if not config.memory.activation_checkpointing:
+        recompute = 'memory={"activation_checkpointing": "blocks"}'
+        first = f"set {recompute} in the TrainerConfig, "
+        also = f", or {recompute}"
     if config.micro_batch_size == "auto":
-        first = f"set {recompute} in the TrainerConfig, " if recompute else ""
         hint = f"there is no smaller micro-batch: {first}use a lower precision, or an optimizer with less state"
     else:
-        also = f", or {recompute}" if recompute else ""
         hint = (
             f'set micro_batch_size="auto" in the TrainerConfig, or a smaller number{also}; the global batch size does '
             "not change"
@@ -412,7 +426,8 @@ def _smaller_placement(model: nn.Module, optimizer: Optimizer, config: TrainerCo
     """Describe a placement that, by calculation, fits and needs less memory than the current one; "" if none does."""
     if config.parallel.strategy == "device_map" or world.world_size == 1:
         return ""
-    ranks, memory = world.world_size, _memory_of_rank(world)
+    ranks = world.world_size
+    memory = _memory_of_rank(world)
     whole = measured_without_pass(model, config, optimizer)
     now = candidate_for(whole, config.parallel, config.memory, ranks, memory, {})
     tried = candidates(whole, config.parallel, config.memory, ranks, memory, world.local_world_size)

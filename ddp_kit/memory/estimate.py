@@ -20,9 +20,8 @@ from typing import Literal
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.parallel.strategy import Sizes, sizes_of, whole_gradients_fit
-from ddp_kit.texts import GIB, size_text
+from ddp_kit.texts import GIB, MIB, size_text
 
-MIB = 1024**2
 CONTEXT_BYTES = GIB // 2
 """Approximate memory of the CUDA context. NCCL's buffers are assumed to need the same amount."""
 
@@ -63,12 +62,18 @@ class ParameterRow:
     @property
     def gradient(self) -> int:
         """Bytes of the parameter's gradient; 0 if there is none, or if it is sparse."""
-        return self.size if self.trained and not self.has_sparse_gradient else 0
+        return self.size * (self.trained and not self.has_sparse_gradient)
 
     @property
     def state(self) -> int:
         """Bytes of the parameter's optimizer state."""
         return self.numel * self.state_per_value + self.constant_state_bytes
+
+    def in_half(self) -> "ParameterRow":
+        """The same parameter with two bytes per value instead of four."""
+        if self.itemsize != 4:
+            return self
+        return replace(self, itemsize=2, state_per_value=self.state_per_value // 2)
 
 
 @dataclass(frozen=True)
@@ -100,16 +105,18 @@ class PassMemory:
 
         `checkpointing`: the fraction of the blocks that are recomputed. `offload`: whether activations are offloaded.
         """
-        activations, temporary = self.activations, self.peak - self.activations
         if not self.blocks or not (checkpointing or offload):
             return self
-        largest = max(block.activations - block.input for block in self.blocks)
         recomputed = round(checkpointing * len(self.blocks))
-        left = [block.input if n < recomputed else block.activations for n, block in enumerate(self.blocks)]
-        activations += sum(left) - sum(block.activations for block in self.blocks)
-        if offload:  # one block is computed while the next one is copied
-            activations += 2 * max(left) - sum(left) if len(left) > 1 else 0
+        saved = [block.input - block.activations for block in self.blocks[:recomputed]]
+        kept = [block.input for block in self.blocks[:recomputed]]
+        kept += [block.activations for block in self.blocks[recomputed:]]
+        activations = self.activations + sum(saved)
+        if offload and len(kept) > 1:  # one block is computed while the next one is copied
+            activations += 2 * max(kept) - sum(kept)
+        temporary = self.peak - self.activations
         if recomputed:  # one block exists again in its backward pass; casts exist at the end of the forward pass
+            largest = max(block.activations - block.input for block in self.blocks)
             temporary = max(temporary + largest, self.casts)
         return replace(self, activations=activations, peak=activations + temporary, blocks=())
 
@@ -138,10 +145,7 @@ class ModelMemory:
 
     def in_half(self) -> "ModelMemory":
         """The same model with two bytes per weight. The measured activations are kept, as an upper bound."""
-        rows = tuple(
-            replace(row, itemsize=2, state_per_value=row.state_per_value // 2) if row.itemsize == 4 else row
-            for row in self.rows
-        )
+        rows = tuple(row.in_half() for row in self.rows)
         return replace(self, rows=rows, passed=replace(self.passed, casts=0))
 
 
@@ -200,15 +204,18 @@ class MemoryPlan:
     def __str__(self) -> str:
         """A table of the plan."""
         known = "exact" if self.certain else "estimate"
-        sparse = "; sparse ones are temporary tensors" if self.has_sparse_gradients else ""
-        passes, copies = "estimate", "estimate; not needed with fused=True"
+        gradients = known
+        if self.has_sparse_gradients:
+            gradients += "; sparse ones are temporary tensors"
+        passes = "estimate"
+        copies = "estimate; not needed with fused=True"
         if self.activations + self.temporaries > self.optimizer_temporaries:
             copies = "not counted: smaller than the activations"
         else:
             passes = "not counted: smaller than the optimizer's copies"
         rows = [
             ("weights", self.weights, known),
-            ("gradients", self.gradients, f"{known}{sparse}"),
+            ("gradients", self.gradients, gradients),
             ("optimizer state", self.optimizer_state, known),
             ("activations", self.activations, passes),
             ("temporary tensors", self.temporaries, passes),
@@ -244,26 +251,32 @@ def plan_memory(
         return device_memory is None or whole_gradients_fit(_size(rows), device_memory)
 
     staged = _stage(model, sizes.pipeline)
-    sharded = [row for row in staged if row.unit or sizes.pipeline == 1]  # a pipeline shards only its blocks
+    sharded = [row for row in staged if _shards(row, sizes) > 1]
     rows = [_split(row, sizes.tensor, known=model.splits_known) for row in staged]
-    local = [_part(row, 0, sizes.shard) if row.unit or sizes.pipeline == 1 else row for row in rows]
+    local = [_part(row, 0, _shards(row, sizes)) for row in rows]
     weights = _size(local)
-    gradients, whole = (sum(row.gradient for row in each) for each in (local, rows))
-    state, copies = sum(row.state for row in local), gradients if model.copies_weights else 0
-    if parallel.strategy == "zero1" and ranks > 1:
-        state, padding = _flat_state(rows, sizes.data)
-        weights, copies = weights + padding, -(-copies // sizes.data)
-    accumulates_whole = sizes.shard > 1 and model.accumulates and fit_whole([row for row in sharded if row.trained])
+    gradients = sum(row.gradient for row in local)
+    state = sum(row.state for row in local)
     gathered = sizes.pipeline > 1 and fit_whole(sharded)
     communication = _communication(rows, parallel, sizes, gathered=gathered)
+    updating = sizes.data if parallel.strategy == "zero1" else 1  # the ranks that divide the optimizer's work
+    if updating > 1:
+        state, padding = _flat_state(rows, updating)
+        weights += padding
+    copies = -(-gradients // updating) * model.copies_weights
+    whole = 0
+    if sizes.shard > 1 and model.accumulates and fit_whole([row for row in sharded if row.trained]):
+        whole = sum(row.gradient for row in rows)
+    held = whole or gradients
 
-    held, host = whole if accumulates_whole else gradients, 0
+    host = 0
     if offload == "all" and sizes.data > 1:
         host = weights + gradients + state
-        weights, held, state, copies = 0, whole if accumulates_whole else 0, 0, 0
+        held = whole
+        weights = state = copies = 0
     elif offload is not None:
-        updated = -(-gradients // sizes.data) if parallel.strategy == "zero1" else gradients
-        host, state, copies = 2 * updated + state, 0, 0
+        host = 2 * -(-gradients // updating) + state
+        state = copies = 0
 
     passed = model.passed.with_less(checkpointing=checkpointing, offload=offload_activations)
     return MemoryPlan(
@@ -274,7 +287,7 @@ def plan_memory(
         temporaries=passed.peak - passed.activations,
         optimizer_temporaries=copies,
         communication=communication,
-        fixed=CONTEXT_BYTES * (2 if ranks > 1 else 1),
+        fixed=CONTEXT_BYTES * min(ranks, 2),
         problems=model.problems,
         host=host,
         certain=(sizes.tensor == 1 or model.splits_known)
@@ -308,8 +321,15 @@ def _split(row: ParameterRow, tensor: int, *, known: bool) -> ParameterRow:
 
     `known`: whether the split dimensions are known; if not, all matrices are assumed to be split.
     """
-    dimension = row.split if known else 0 if len(row.shape) == 2 else None
+    dimension = row.split
+    if not known and len(row.shape) == 2:
+        dimension = 0
     return row if dimension is None else _part(row, dimension, tensor)
+
+
+def _shards(row: ParameterRow, sizes: Sizes) -> int:
+    """The number of ranks over which a parameter is sharded. A pipeline shards only its blocks."""
+    return sizes.shard if row.unit or sizes.pipeline == 1 else 1
 
 
 def _part(row: ParameterRow, dimension: int, parts: int) -> ParameterRow:
@@ -330,7 +350,8 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
 
     The padding makes the shards of all ranks equal in size. All ranks have the state of scalar parameters.
     """
-    state, padding = [0] * ranks, 0
+    state = [0] * ranks
+    padding = 0
     sharded = [row for row in rows if row.trained and row.shape]
     for itemsize in dict.fromkeys(row.itemsize for row in sharded):
         flat = [row for row in sharded if row.itemsize == itemsize]
@@ -341,7 +362,8 @@ def _flat_state(rows: Sequence[ParameterRow], ranks: int) -> tuple[int, int]:
             begin = end - row.numel
             for rank in range(begin // share, -(-end // share)):
                 state[rank] += (min(end, (rank + 1) * share) - max(begin, rank * share)) * row.state_per_value
-    return max(state) + sum(row.constant_state_bytes if row.shape else row.state for row in rows), padding
+    scalars = sum(row.state_per_value for row in rows if not row.shape)
+    return max(state) + scalars + sum(row.constant_state_bytes for row in rows), padding
 
 
 def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes: Sizes, *, gathered: bool) -> int:
@@ -350,14 +372,19 @@ def _communication(rows: Sequence[ParameterRow], parallel: ParallelConfig, sizes
     DDP's buckets take no extra memory, because gradients are views into them. FSDP gathers the weights of one unit
     while it computes another. `gathered`: whether `reshard_after_forward="auto"` keeps all units gathered.
     """
+    if sizes.shard == 1 and parallel.compression is None:
+        return 0
     if sizes.shard == 1:
-        return 0 if parallel.compression is None else int(parallel.bucket_mb * MIB)
-    weights, trained = Counter({"": 0}), Counter({"": 0})
+        return int(parallel.bucket_mb * MIB)
+    weights = Counter({"": 0})
+    trained = Counter({"": 0})
     for row in rows:
-        if row.unit or sizes.pipeline == 1:  # in a pipeline, weights outside of the blocks are not sharded
+        if _shards(row, sizes) > 1:
             weights[row.unit] += row.size
             trained[row.unit] += row.size * row.trained
-    root, blocks = weights.pop(""), sorted(weights.values())
+    root = weights.pop("")
+    blocks = sorted(weights.values())
     stay = gathered if parallel.reshard_after_forward == "auto" else not parallel.reshard_after_forward
-    held = root + sum(blocks if stay else blocks[-2:])
-    return held + 2 * max(trained.values())  # whole gradients of one unit, and the send buffer
+    if not stay:
+        blocks = blocks[-2:]
+    return root + sum(blocks) + 2 * max(trained.values())  # whole gradients of one unit, and the send buffer

@@ -27,10 +27,11 @@ from ddp_kit.memory.fake import FakeTensors, LiveBytes, is_fake
 from ddp_kit.metrics import Loss, checked
 from ddp_kit.model.activations import Activations
 from ddp_kit.model.blocks import repeated_blocks
+from ddp_kit.model.modes import in_mode, sparse_weights
 from ddp_kit.model.precision import Precision
 from ddp_kit.parallel.optimizer_trial import trial_of
 from ddp_kit.parallel.pipeline.model import chain_of, holders_after_first_pass, sharded_parameters
-from ddp_kit.structures import in_mode, sparse_weights, with_copied_containers
+from ddp_kit.structures import with_copied_containers
 from ddp_kit.texts import first_line, size_text
 from ddp_kit.torch_internals import pytree
 
@@ -88,11 +89,13 @@ def measured(
     steps = [optimizer for optimizer, _ in optimizers]
     if not any(map(is_fake, model.parameters())):
         model, steps = _without_memory(model, optimizers)
-    parallel, blocks = training.config.parallel, repeated_blocks(model)
+    parallel = training.config.parallel
+    blocks = repeated_blocks(model)
     problems: list[str] = []
     states: dict[nn.Parameter, tuple[int, int]] = {}
     stages: tuple[frozenset[str], ...] = ()
-    passed, units = PassMemory(), _units(blocks)
+    passed = PassMemory()
+    units = _units(blocks)
     for optimizer in steps:
         try:
             states |= _states(optimizer)
@@ -137,22 +140,15 @@ def measured_without_pass(model: nn.Module, config: TrainerConfig, optimizer: Op
     The optimizer state is estimated: every weight is assumed to need as much state per value as the weight with the
     most state in `optimizer`. Before the first step, two state values per weight value are assumed, as in Adam.
     """
-    ratios = [
-        sum(
-            bytes_of(tensor)
-            for tensor in state.values()
-            if isinstance(tensor, Tensor) and tensor.shape == parameter.shape
-        )
-        / max(1, bytes_of(parameter))
-        for parameter, state in (optimizer.state.items() if optimizer is not None else ())
-        if isinstance(state, dict)
-    ]
+    ratios = []
+    for parameter, state in () if optimizer is None else optimizer.state.items():
+        if isinstance(state, dict):
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            same_shape = sum(bytes_of(tensor) for tensor in tensors if tensor.shape == parameter.shape)
+            ratios.append(same_shape / max(1, bytes_of(parameter)))
     ratio = max(ratios, default=2.0)
-    states = {
-        parameter: (round(ratio * parameter.element_size()), 0)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    states = {parameter: (round(ratio * parameter.element_size()), 0) for parameter in trained}
     splits, _ = _splits(model, config.parallel)
     rows = _rows(model, _units(repeated_blocks(model)), states, splits)
     whole = ModelMemory(rows, buffers=sum(map(bytes_of, model.buffers())))
@@ -223,19 +219,16 @@ def _pass(
             total = value.loss if isinstance(value, Loss) else value
             activation_bytes = live.now
             total.sum().backward()  # type: ignore[no-untyped-call]
-    # autocast makes 16-bit copies of matrices
-    casts = {
-        parameter
-        for block in blocks
-        for parameter in block.parameters()
-        if parameter.ndim > 1 and parameter.dtype == torch.float32
-    }
+    casts = 0
+    if training.config.precision in ("bf16", "fp16"):  # autocast makes 16-bit copies of matrices
+        weights = {parameter for block in blocks for parameter in block.parameters()}
+        casts = sum(2 * weight.numel() for weight in weights if weight.ndim > 1 and weight.dtype == torch.float32)
     return PassMemory(
         batch=sum(map(bytes_of, arrived)) * (1 + training.prefetched),
         activations=activation_bytes,
         peak=live.peak,
         blocks=tuple(block_memory[block] for block in blocks if block in block_memory),
-        casts=sum(2 * weight.numel() for weight in casts) if training.config.precision in ("bf16", "fp16") else 0,
+        casts=casts,
     )
 
 
@@ -327,7 +320,8 @@ def _rows(
     states: Mapping[nn.Parameter, tuple[int, int]],
     splits: Mapping[nn.Parameter, int],
 ) -> tuple[ParameterRow, ...]:
-    rows, sparse = [], sparse_weights(model)
+    rows = []
+    sparse = sparse_weights(model)
     for name, parameter in model.named_parameters():
         per_value, constant_bytes = states.get(parameter, (0, 0))
         rows.append(
@@ -365,7 +359,8 @@ class PeakMemory:
 
     def compare_with(self, plan: MemoryPlan) -> None:
         """Compare the peak of the next steps with this plan."""
-        self._predicted, self._steps = plan, 0
+        self._predicted = plan
+        self._steps = 0
 
     @property
     def planned(self) -> int | None:

@@ -29,8 +29,7 @@ from torch.utils.checkpoint import (
 
 from ddp_kit.config.settings import MemoryConfig
 from ddp_kit.distributed.world import random_states, random_states_kept, set_random_states
-from ddp_kit.errors import ConfigError
-from ddp_kit.model.blocks import repeated_blocks
+from ddp_kit.model.blocks import required_blocks
 from ddp_kit.torch_internals import version_of
 
 Forward = Callable[..., Any]
@@ -52,20 +51,21 @@ class Activations:
 
     def __init__(self, model: nn.Module, config: MemoryConfig, *, compiled: bool = False) -> None:
         """Select the blocks to recompute. `compiled`: whether the forward passes run under torch.compile."""
-        self._model, self._config = model, config
+        self._model = model
+        self._config = config
         blocks = _recomputed(model, config)
         self._called: set[nn.Module] = set()  # the blocks called in this forward pass
-        self._forwards = [
-            (block, _recomputing(block, config.activation_checkpointing == "ops", None if compiled else self._called))
-            for block in blocks
-        ]
+        by_operation = config.activation_checkpointing == "ops"
+        called = None if compiled else self._called
+        self._forwards = [(block, _recomputing(block, by_operation, called)) for block in blocks]
         self._changes_saved = config.offload_activations or config.activation_bits is not None
 
     def forward_context(self) -> AbstractContextManager[None]:
         """A context for the forward pass of a training step; the backward pass may run outside of it."""
         self._called.clear()
-        # A generator costs a few microseconds per pass, which matter for small models.
-        return self._changed() if self._forwards or self._changes_saved else nullcontext()
+        if self._forwards or self._changes_saved:
+            return self._changed()
+        return nullcontext()  # a generator costs a few microseconds per pass, which matter for small models
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
@@ -87,20 +87,11 @@ def _recomputed(model: nn.Module, config: MemoryConfig) -> list[nn.Module]:
     asked = config.activation_checkpointing
     if asked is None or asked == 0:
         return []
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise ConfigError(
-            f"memory.activation_checkpointing = {asked!r} needs repeated blocks, but {type(model).__name__} has no "
-            "ModuleList or Sequential with several children of one class that have submodules",
-            "put the repeated blocks into an nn.ModuleList, or call torch.utils.checkpoint.checkpoint in the model",
-        )
+    hint = "put the repeated blocks into an nn.ModuleList, or call torch.utils.checkpoint.checkpoint in the model"
+    blocks = [*required_blocks(model, f"memory.activation_checkpointing = {asked!r}", hint).values()]
     count = len(blocks)
     chosen = count if isinstance(asked, str) else max(1, round(asked * count))
-    return [
-        block
-        for number, block in enumerate(blocks.values())
-        if (number + 1) * chosen // count > number * chosen // count
-    ]
+    return [blocks[-(-number * count // chosen) - 1] for number in range(1, chosen + 1)]
 
 
 @contextmanager
@@ -123,23 +114,24 @@ def _recomputing(block: nn.Module, by_operation: bool, called: set[nn.Module] | 
     current forward pass has already called; None: the model runs under torch.compile.
     """
     original: Forward = block.forward
-    compiled = called is None  # torch.compile repeats operations, not the call: no other state must be restored
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Pass all arguments by position: torch searches them for devices of random states and tensors to offload.
-        names, count = tuple(kwargs), len(args)
+        names = tuple(kwargs)  # `call` lives until the backward pass, and must not hold the values
+        count = len(args)
 
         def call(*values: Any) -> Any:
             return original(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-        if compiled and not by_operation:
-            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
-        # In a second call within one pass, autocast has cached the casts of the weights, but recomputation casts them
-        # again, which torch's selective checkpointing rejects as a different computation.
-        selective = by_operation and (called is None or block not in called)
         if called is not None:
+            # In a second call within one pass, autocast has cached the casts of the weights, but recomputation casts
+            # them again, which torch's selective checkpointing rejects as a different computation.
+            contexts = partial(_contexts, block, by_operation and block not in called)
             called.add(block)
-        contexts = partial(_contexts, None if compiled else block, selective)
+        elif by_operation:
+            contexts = partial(_contexts, None, True)
+        else:  # torch.compile repeats operations, not the call: no other state must be restored
+            return checkpoint(call, *args, *kwargs.values(), use_reentrant=False)
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     return forward
@@ -185,7 +177,8 @@ class _CallState:
     def noted(self) -> Iterator[None]:
         """A context for the block's forward call. It records the buffers that the call changes."""
         before = _buffers(self._block)
-        copies, versions = _copied(before), [_versions(buffers) for _, buffers in before]
+        copies = _copied(before)
+        versions = [_versions(buffers) for _, buffers in before]
         yield
         # By module: the kernels that write BatchNorm's statistics count no versions, but num_batches_tracked does.
         self._before = [
@@ -252,7 +245,8 @@ def _every_second_product() -> Callable[..., CheckpointPolicy]:
     counts = {False: 0, True: 0}  # by `is_recompute`
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        name, keep = str(operation), False
+        name = str(operation)
+        keep = False
         if name in _PRODUCTS:
             counts[context.is_recompute] += 1
             keep = counts[context.is_recompute] % 2 == 1
@@ -274,7 +268,8 @@ class SavedTensors:
     """
 
     def __init__(self, model: nn.Module, config: MemoryConfig) -> None:
-        self._offloads, self._compresses = config.offload_activations, config.activation_bits is not None
+        self._offloads = config.offload_activations
+        self._compresses = config.activation_bits is not None
         tensors = (*model.parameters(), *model.buffers())
         self._of_model = {_storage(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)}
         # Query, key and value projections save the same input, one after the other: it is stored once.
@@ -316,7 +311,8 @@ class SavedTensors:
 
 class _Unchanged:
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), version_of(tensor)
+        self._tensor = tensor.detach()
+        self._version = version_of(tensor)
 
     def tensor(self) -> Tensor:
         if version_of(self._tensor) != self._version:  # autograd does not check the version if there are hooks
@@ -329,18 +325,25 @@ class _Unchanged:
 
 class _Stored:
     def __init__(self, tensor: Tensor, compresses: bool, offloads: bool) -> None:
-        self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+        self._device = tensor.device
         self._compressed = compresses
-        parts = compressed(tensor.detach()) if compresses else (tensor.detach(),)
-        self._parts = tuple(map(_on_host, parts)) if offloads else parts
-        on_gpu = offloads and self._device.type == "cuda"
-        self._copied = _offload_stream(self._device).record_event() if on_gpu else None
+        self._parts: tuple[Tensor, ...] = compressed(tensor.detach()) if compresses else (tensor.detach(),)
+        self._copied: torch.cuda.Event | None = None
+        if offloads:
+            self._parts = tuple(map(_on_host, self._parts))
+            if self._device.type == "cuda":
+                self._copied = _offload_stream(self._device).record_event()
 
     def tensor(self) -> Tensor:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
         parts = [part.to(self._device, non_blocking=True) for part in self._parts]
-        return decompressed(parts[0], parts[1], self._shape, self._dtype) if self._compressed else parts[0]
+        if not self._compressed:
+            return parts[0]
+        whole, steps = parts
+        return decompressed(whole, steps, self._shape, self._dtype)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from math import inf
 from torch import nn
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.model.names import full_name
 from ddp_kit.texts import size_text
 
 # --- Repeated blocks --------------------------------------------------------------------------------------------------
@@ -25,14 +26,26 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
             kinds = Counter(type(child) for child in parent)
             for number, child in parent.named_children():
                 if kinds[type(child)] > 1 and any(child.children()):
-                    repeated[f"{prefix}.{number}" if prefix else number] = child
-    blocks = {
-        name: block
-        for name, block in repeated.items()
-        if not isinstance(block, nn.ModuleList | nn.Sequential)
-        or not any(inner.startswith(f"{name}.") for inner in repeated)
-    }
-    return {name: block for name, block in blocks.items() if not any(name.startswith(f"{other}.") for other in blocks)}
+                    repeated[full_name(prefix, number)] = child
+    blocks: dict[str, nn.Module] = {}
+    for name, block in repeated.items():  # from the outside in
+        is_list = isinstance(block, nn.ModuleList | nn.Sequential)
+        contains_blocks = is_list and any(inner.startswith(f"{name}.") for inner in repeated)
+        if not contains_blocks and not name.startswith(tuple(f"{outer}." for outer in blocks)):
+            blocks[name] = block
+    return blocks
+
+
+def required_blocks(model: nn.Module, setting: str, hint: str) -> dict[str, nn.Module]:
+    """The repeated blocks. Raises `ConfigError` if there are none. `setting`: the setting that needs them."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"{setting} needs repeated blocks, but {type(model).__name__} has no ModuleList or Sequential with several "
+            "children of one class that have submodules",
+            hint,
+        )
+    return blocks
 
 
 def work_of(module: nn.Module, *, recurse: bool = True) -> float:
@@ -64,13 +77,15 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
             f"{len(costs)} blocks cannot be divided among {len(capacities)} devices",
             f"use at least 1 and at most {len(costs)} devices",
         )
-    cost_to, size_to = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes)]
+    cost_to = [0.0, *accumulate(costs)]
+    size_to = [0.0, *accumulate(sizes)]
 
     def stage_cost(stage: int, begin: int, end: int) -> float:
-        fits = size_to[end] - size_to[begin] <= capacities[stage]
-        return cost_to[end] - cost_to[begin] if fits else inf
+        if size_to[end] - size_to[begin] > capacities[stage]:
+            return inf
+        return cost_to[end] - cost_to[begin]
 
-    largest, _ = _best(len(costs), len(capacities), stage_cost, max)
+    largest, _ = _best_division(len(costs), len(capacities), stage_cost, max)
     if largest == inf:
         raise ConfigError(
             f"the model needs {size_text(sum(sizes), 2)} in {len(sizes)} blocks, and the largest block needs "
@@ -83,11 +98,11 @@ def split_chain(costs: Sequence[float], sizes: Sequence[float], capacities: Sequ
         cost = stage_cost(stage, begin, end)
         return cost * cost if cost <= largest else inf
 
-    _, ends = _best(len(costs), len(capacities), squared, lambda before, cost: before + cost)
+    _, ends = _best_division(len(costs), len(capacities), squared, lambda before, cost: before + cost)
     return tuple(range(begin, end) for begin, end in zip((0, *ends), ends, strict=False))
 
 
-def _best(
+def _best_division(
     blocks: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """Find the division with the smallest combined cost; returns this cost, and the end of each stage.
@@ -98,11 +113,16 @@ def _best(
     best = [cost(0, 0, end) if end else inf for end in range(blocks + 1)]
     begins: list[list[int]] = [[0] * (blocks + 1)]
     for stage in range(1, stages):
-        next_best, begin_of = [inf] * (blocks + 1), [0] * (blocks + 1)
+        next_best = [inf] * (blocks + 1)
+        begin_of = [0] * (blocks + 1)
         for end in range(stage + 1, blocks + 1):
             for begin in range(stage, end):
-                if best[begin] < inf and (value := combine(best[begin], cost(stage, begin, end))) < next_best[end]:
-                    next_best[end], begin_of[end] = value, begin
+                if best[begin] == inf:
+                    continue
+                value = combine(best[begin], cost(stage, begin, end))
+                if value < next_best[end]:
+                    next_best[end] = value
+                    begin_of[end] = begin
         best = next_best
         begins.append(begin_of)
     ends = [blocks]

@@ -1,9 +1,10 @@
 """In-place compilation of a model with torch.compile."""
 
+from collections.abc import Iterable
+
 from torch import nn
 
-from ddp_kit.errors import ConfigError
-from ddp_kit.model.blocks import repeated_blocks
+from ddp_kit.model.blocks import required_blocks
 from ddp_kit.torch_internals import compile_like, compile_module, compiled_module
 
 
@@ -13,21 +14,13 @@ def compile_in_place(model: nn.Module, what: str) -> None:
     With "blocks", blocks of the same class share compiled code, which shortens compilation. No compiled graph spans
     several blocks, so DDP's hooks can run between blocks. Raises `ConfigError` if there are no repeated blocks.
     """
-    if what == "model":
-        # A ModuleDict or ModuleList has no forward of its own.
-        modules = [*model.children()] if isinstance(model, nn.ModuleDict | nn.ModuleList) else [model]
-        for module in modules:
-            compile_module(module)
-        return
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise ConfigError(
-            f"compile='blocks' needs repeated blocks, but {type(model).__name__} has no ModuleList or Sequential with "
-            "several children of one class that have submodules",
-            "use compile='model'",
-        )
-    for block in blocks.values():
-        compile_module(block)
+    modules: Iterable[nn.Module] = [model]
+    if what == "blocks":
+        modules = required_blocks(model, "compile='blocks'", "use compile='model'").values()
+    elif isinstance(model, nn.ModuleDict | nn.ModuleList):  # has no forward of its own
+        modules = model.children()
+    for module in modules:
+        compile_module(module)
 
 
 def without_wrappers(model: nn.Module, *, compiled: bool = True) -> nn.Module:

@@ -9,25 +9,25 @@ gradients and the optimizer's state keep their dtypes. Source: Micikevicius et a
 that scales are computed from the current tensors ("dynamic scaling").
 """
 
-import fnmatch
 import warnings
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
 from ddp_kit.env import emulates_fp8
-from ddp_kit.errors import ConfigError, suggestion
+from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.model.blocks import repeated_blocks
+from ddp_kit.model.names import matching
 from ddp_kit.texts import some
 
 _CAPABILITY = (8, 9)  # the compute capability of the first GPUs with float8 products
 _MULTIPLE = 16  # float8 products need sizes that are multiples of this number
 # Layers of at most these sizes are slower in float8. The limits are torchao's, measured on an H100.
-_SMALL_INPUT, _SMALL_OUTPUT = 4096, 1024
+_SMALL_INPUT = 4096
+_SMALL_OUTPUT = 1024
 
 
 def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device: torch.device) -> None:
@@ -44,17 +44,20 @@ def convert_linear_layers(model: nn.Module, layers: str | Sequence[str], device:
         _check_device(device)
     float8 = _torchao()
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    named = _named(model, linear, layers)
-    reasons = {name: why for name, layer in linear.items() if (why := _why_not(name, layer, named, layers == "auto"))}
-    chosen = {layer for name, layer in linear.items() if name not in reasons}
-    problems = tuple(  # one line per reason, with the names of the layers that are not converted for that reason
-        f"{some([name or 'the model' for name in names])}: {reason}"
-        for reason, names in groupby(sorted(reasons, key=reasons.__getitem__), key=reasons.__getitem__)
-    )
+    named = _named_layers(model, linear, layers)
+    chosen: set[nn.Module] = set()
+    unconverted: dict[str, list[str]] = {}  # reason -> the names of the layers that are not converted
+    for name, layer in linear.items():
+        reason = _why_not(name, layer, named, layers == "auto")
+        if reason is None:
+            chosen.add(layer)
+        else:
+            unconverted.setdefault(reason, []).append(name or "the model")
+    problems = tuple(f"{some(unconverted[reason])}: {reason}" for reason in sorted(unconverted))
     if not chosen:
+        found = ":" if problems else ", which has no linear layers"
         raise ConfigError(
-            f"precision='fp8' found no linear layer to convert in the model {type(model).__name__}"
-            + (":" if problems else ", which has no linear layers"),
+            f"precision='fp8' found no linear layer to convert in the model {type(model).__name__}{found}",
             "set fp8_layers to linear layers whose sizes are multiples of 16, or use precision='bf16'",
             problems,
         )
@@ -95,26 +98,16 @@ def _torchao() -> Any:
     return torchao.float8
 
 
-def _named(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequence[str]) -> set[str]:
+def _named_layers(model: nn.Module, linear: dict[str, nn.Linear], layers: str | Sequence[str]) -> set[str]:
     """The names of the linear layers that `layers` selects. Raises `ConfigError` for a pattern without a match."""
     if layers == "auto":
         inside = {module for block in repeated_blocks(model).values() for module in block.modules()}
         return {name for name, layer in linear.items() if layer in inside}
-    named: set[str] = set()
-    for pattern in layers:
-        names = fnmatch.filter(linear, pattern)
-        if not names:
-            raise ConfigError(
-                f"fp8_layers names {pattern!r}, but the model {type(model).__name__} has no such linear layer",
-                suggestion(pattern, [*linear], "linear layers"),
-            )
-        named.update(names)
-    return named
+    return {name for pattern in layers for name in matching(pattern, linear, model, "fp8_layers", "linear layer")}
 
 
 def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> str | None:
     """The reason why a layer is not converted, or None if it is converted."""
-    sizes = layer.in_features, layer.out_features
     if not name:
         return "the model itself is this layer, and cannot be replaced"
     if name not in named:
@@ -123,8 +116,8 @@ def _why_not(name: str, layer: nn.Linear, named: set[str], automatic: bool) -> s
     has_hooks = any(hooks for attribute, hooks in vars(layer).items() if attribute.endswith("_hooks"))
     if type(layer) is not nn.Linear or "forward" in vars(layer) or has_hooks:
         return "not a plain nn.Linear (a subclass, or with hooks or its own forward)"
-    if any(size % _MULTIPLE for size in sizes):
+    if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
         return f"a size is not a multiple of {_MULTIPLE}"
-    if automatic and sizes[0] <= _SMALL_INPUT and sizes[1] <= _SMALL_OUTPUT:
+    if automatic and layer.in_features <= _SMALL_INPUT and layer.out_features <= _SMALL_OUTPUT:
         return f"too small to become faster (at most {_SMALL_INPUT} inputs and {_SMALL_OUTPUT} outputs)"
     return None

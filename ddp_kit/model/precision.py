@@ -11,7 +11,6 @@ fp8        float32   float8 in linear        no                 NVIDIA GPU of co
                      layers, else as bf16
 """
 
-import fnmatch
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -21,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_kit.errors import ConfigError, LossError, suggestion
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.log import logger
 from ddp_kit.model.float8 import convert_linear_layers
+from ddp_kit.model.names import matching, refuse
 from ddp_kit.structures import each_value
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import join_overflow_flags, scale_on_device
@@ -74,9 +74,11 @@ class Precision:
         """Whether the loss is scaled; steps with non-finite gradients are then expected, and skipped."""
         self._device = device
         self._fp8_layers = fp8_layers if name == "fp8" else None
-        self._scaler = _scaler(device, sharded=sharded) if name == "fp16" else None
+        self._scaler: torch.amp.GradScaler | None = None
+        if self.scales:
+            self._scaler = _scaler(device, sharded=sharded)
         self._overflow: Tensor | None = None  # whether `unscale` has found gradients that are not finite
-        self._skipped: Tensor | None = None  # on the device: the number of skipped steps not yet reported
+        self._skipped: Tensor | int = 0  # the number of skipped steps not yet reported; a tensor on the device
         self.overflowed: Tensor | None = None
         """Whether the last step overflowed, as a scalar on the device; None before the first step and without fp16."""
         if device.type == "cuda":
@@ -108,16 +110,17 @@ class Precision:
                 if weight.requires_grad and not _can_unscale(weight.dtype, self._device)
             ]
             if refused:
+                dtype = _dtype_name(weights[refused[0]].dtype)
                 raise ConfigError(
-                    f"precision='fp16' scales gradients, which torch cannot do in {_named(weights[refused[0]].dtype)}, "
-                    f"the dtype of {some(refused)}",
+                    f"precision='fp16' scales gradients, which torch cannot do in {dtype}, the dtype of "
+                    f"{some(refused)}",
                     "call model.float() before you create the optimizer: with precision='fp16', matrix products are "
                     "computed in float16 anyway. Frozen weights may keep their dtype",
                 )
-        refused = [name for name, weight in weights.items() if weight.is_complex()]
-        if refused and self.weights_dtype is not None:
-            raise ConfigError(
-                f"precision='bf16-true' would discard the imaginary part of complex weights: {some(refused)}",
+        if self.weights_dtype is not None:
+            refuse(
+                [name for name, weight in weights.items() if weight.is_complex()],
+                "precision='bf16-true' would discard the imaginary part of complex weights",
                 "use precision='bf16', which leaves the weights as they are",
             )
 
@@ -129,25 +132,17 @@ class Precision:
         found = dict(model.named_buffers(remove_duplicate=False))
         if self.weights_dtype is None:
             return found
-        owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in found}
-        # In torch's own modules and in norms, buffers have the dtype of the weights.
-        follow = {
-            name
-            for name, owner in owners.items()
-            if type(owner).__module__.startswith("torch.") or isinstance(owner, _NORMS)
+        converted = {
+            name for pattern in self._bf16_buffers for name in matching(pattern, found, model, "bf16_buffers", "buffer")
         }
-        for pattern in self._bf16_buffers:
-            if not (named := fnmatch.filter(found, pattern)):
-                raise ConfigError(
-                    f"bf16_buffers names {pattern!r}, but the model {type(model).__name__} has no such buffer",
-                    suggestion(pattern, [*found], "buffers"),
-                )
-            follow.update(named)
-        return {
-            name: buffer
-            for name, buffer in found.items()
-            if name not in follow and (buffer.is_floating_point() or buffer.is_complex())
-        }
+        kept: dict[str, Tensor] = {}
+        for name, buffer in found.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            # In torch's own modules and in norms, buffers have the dtype of the weights.
+            converts = type(owner).__module__.startswith("torch.") or isinstance(owner, _NORMS) or name in converted
+            if not converts and (buffer.is_floating_point() or buffer.is_complex()):
+                kept[name] = buffer
+        return kept
 
     def check_batch(self, batch: object) -> None:
         """Log a warning, at most once, if conversion to bfloat16 changes whole numbers in a batch, such as positions.
@@ -186,21 +181,22 @@ class Precision:
             "values become {}. Pass positions, time steps and ids as integers, which are not converted; or set "
             "bf16_inputs=False, and convert the other inputs in the loss function",
             _EXACT,
-            _named(leaf.dtype),
+            _dtype_name(leaf.dtype),
             tuple(leaf.shape),
-            *(each.unique().numel() for each in (whole, converted)),  # type: ignore[no-untyped-call]
+            whole.unique().numel(),  # type: ignore[no-untyped-call]
+            converted.unique().numel(),  # type: ignore[no-untyped-call]
         )
 
     def forward(self) -> AbstractContextManager[object]:
         """The context in which the user's loss function runs."""
         if self.weights_dtype is not None:
-            return self._explained()
+            return self._dtype_errors_explained()
         if self._autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._autocast_dtype, cache_enabled=self._caches_casts)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _dtype_errors_explained(self) -> Iterator[None]:
         """Context manager that re-raises torch's error about mixed dtypes, common with bf16-true, as a `LossError`."""
         try:
             yield
@@ -208,20 +204,29 @@ class Precision:
             text = str(error).partition("\n")[0]
             if "bfloat16" not in text.lower() and "mixed dtype" not in text:
                 raise
-            kept = [f"the buffers {some(self._kept_buffers)}"] if self._kept_buffers else []
-            kept += [] if self.batch_dtype else ["the batch"]
-            kept += [f"tensors in objects of the class {name} in the batch" for name in sorted(self._unconverted)]
+            kept: list[str] = []
+            fixes = ["convert tensors of other dtypes where the model uses them, as in x + self.table.to(x.dtype)"]
+            if self._kept_buffers:
+                kept.append(f"the buffers {some(self._kept_buffers)}")
+                fixes.append(f"or set bf16_buffers={[*self._kept_buffers[:5]]}")
+            if not self.batch_dtype:
+                kept.append("the batch")
+            if self._unconverted:
+                kept += [f"tensors in objects of the class {name} in the batch" for name in sorted(self._unconverted)]
+                fixes.append("or in a function data.device_transform, which gets each batch")
+            dtypes = "weights are bfloat16"
+            if kept:
+                dtypes += f", and {' and '.join(kept)} keep their dtype"
             raise LossError(
-                f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', weights are bfloat16"
-                + (f", and {' and '.join(kept)} keep their dtype" if kept else ""),
-                "convert tensors of other dtypes where the model uses them, as in x + self.table.to(x.dtype)"
-                + (f"; or set bf16_buffers={[*self._kept_buffers[:5]]}" if self._kept_buffers else "")
-                + ("; or in a function data.device_transform, which gets each batch" if self._unconverted else ""),
+                f"an operation got tensors of several dtypes: {text}. With precision='bf16-true', {dtypes}",
+                "; ".join(fixes),
             ).with_traceback(error.__traceback__) from error
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by the loss scale if there is one."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        if self._scaler is None:
+            return loss
+        return self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, once per step, before clipping."""
@@ -231,7 +236,9 @@ class Precision:
 
     def state(self) -> dict[str, Any]:
         """The state of the gradient scaler; an empty dict if there is no scaler."""
-        return {} if self._scaler is None else self._scaler.state_dict()
+        if self._scaler is None:
+            return {}
+        return self._scaler.state_dict()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the state of the gradient scaler, as returned by `state`."""
@@ -259,16 +266,17 @@ class Precision:
         self.overflowed = overflowed = scale_on_device(self._scaler) < before  # type: ignore[operator]
         if wait:
             return not bool(overflowed)
-        self._skipped = overflowed.long() if self._skipped is None else self._skipped + overflowed
+        self._skipped = self._skipped + overflowed
         return True
 
     def take_skipped_steps(self) -> int:
         """The number of steps that `apply(wait=False)` has skipped since the last call. Waits for the device."""
-        skipped, self._skipped = self._skipped, None
-        return 0 if skipped is None else int(skipped)
+        skipped = int(self._skipped)
+        self._skipped = 0
+        return skipped
 
 
-def _named(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -9,8 +9,9 @@
     pipeline/        the blocks of one model in stages on different ranks; tensor.py splits the blocks of a stage,
                      fsdp.py shards them
     offload.py       an optimizer that runs on the host
-    activations.py   activation checkpointing, offload and compression
-    shards.py        the part of each parameter that the optimizer of this rank updates
+    shards.py        the part of each parameter that the optimizer of this rank updates; optimizer_trial.py shows
+                     whether the optimizer supports that
+    writes.py        finds writes to weights that a strategy would lose
 
 A new strategy needs a subclass of `Strategy`, in a file of its own, and a line in `ddp_kit.config.settings.STRATEGIES`.
 """
@@ -35,8 +36,11 @@ def strategy_for(config: ParallelConfig, world: World, options: Options = NO_OPT
     Raises `ConfigError` if the sizes do not match the number of ranks.
     """
     sizes_of(config, world.world_size)
-    alone = world.world_size == 1
-    path = _OF_ONE_RANK.get(config.strategy, _SINGLE) if alone else STRATEGIES[config.strategy]
+    if world.world_size == 1:
+        path = _OF_ONE_RANK.get(config.strategy, _SINGLE)
+        options = replace(options, parallelize=None)
+    else:
+        path = STRATEGIES[config.strategy]
     module, _, name = path.partition(":")
     kind: type[Strategy] = getattr(import_module(module), name)
-    return kind(world, config, replace(options, parallelize=None) if alone else options)
+    return kind(world, config, options)

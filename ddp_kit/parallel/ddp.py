@@ -7,7 +7,7 @@ parts of it. The backward pass of any other loss accumulates gradients on this r
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.errors import ConfigError
+from ddp_kit.model.modes import sparse_weights
 from ddp_kit.parallel.shards import check_dense_gradients
-from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast
-from ddp_kit.structures import sparse_weights
-from ddp_kit.texts import some
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SharedBuffers, Strategy, T, broadcast, trained
 
 Reduction = torch.futures.Future[Tensor]
 
@@ -96,15 +95,18 @@ class DdpStrategy(Strategy):
     # --- Step ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        self._reduces, self._reductions = False, []
+        self._reduces = False
+        self._reductions = []
         broadcast(self._buffers.checked())
 
     def sync_buffers(self) -> None:
         broadcast(self._buffers.checked())
 
     def call(self, function: Callable[[nn.Module, T], Any], batch: T) -> Any:
+        if not torch.is_grad_enabled():
+            return function(self.model, batch)
         # torch.compile splits graphs at DDP's buckets, so that reductions overlap with the backward pass.
-        with self._reducer.forward_context() if torch.is_grad_enabled() else nullcontext():
+        with self._reducer.forward_context():
             return function(self.model, batch)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
@@ -112,7 +114,9 @@ class DdpStrategy(Strategy):
         return super().accumulating(last=last)
 
     def backward(self, loss: Tensor) -> None:
-        super().backward(self._reducer.reduced(loss) if self._reduces else loss)
+        if self._reduces:
+            loss = self._reducer.reduced(loss)
+        super().backward(loss)
 
     def finish_reduction(self) -> None:
         """Complete the reduction, and check that all parameters have gradients. DDP does not check the last step."""
@@ -142,15 +146,12 @@ class DdpStrategy(Strategy):
 
     def _check_reached(self, missing: Collection[Tensor]) -> None:
         """Raise `LossError` if there are parameters that no backward pass, or not the last one, has reached."""
-        if missing:
-            names = [
-                name for name, parameter in self.model.named_parameters() if any(parameter is one for one in missing)
-            ]
-            raise LossError(
-                f"{some(names)} got no gradient in a step, but DDP waits for the gradients of all parameters",
-                "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
-                'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
-            )
+        self._check_gradients(
+            missing,
+            "got no gradient in a step, but DDP waits for the gradients of all parameters",
+            "use these parameters in the loss, or freeze them (requires_grad=False); if they are used only in some "
+            'steps, set TrainerConfig(parallel={"find_unused_parameters": True})',
+        )
 
     # --- State --------------------------------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class DdpReducer:
 
     def __init__(self, wrapper: Any, sparse: Collection[Tensor]) -> None:
         self._wrapper = wrapper
-        self._parameters = [parameter for parameter in wrapper.module.parameters() if parameter.requires_grad]
+        self._parameters: list[Tensor] = [*trained(wrapper.module.parameters())]
         self._sparse = sparse
         # The setting is not passed as an argument, because torch 2.13 renamed the argument and deprecated the old name.
         name = "forward_sync_buffers" if hasattr(wrapper, "forward_sync_buffers") else "broadcast_buffers"

@@ -10,8 +10,9 @@ work one after another: a larger model fits, but steps are not faster.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from itertools import groupby, product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, product
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import ConfigError, suggestion
 from ddp_kit.log import logger
-from ddp_kit.model.blocks import repeated_blocks, split_chain, work_of
+from ddp_kit.model.blocks import required_blocks, split_chain, work_of
+from ddp_kit.model.names import full_name
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.strategy import NO_OPTIONS, Options, SingleRank, Strategy
-from ddp_kit.texts import some
+from ddp_kit.texts import plural, some
 from ddp_kit.torch_internals import pytree
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
@@ -95,10 +97,10 @@ def device_at(index: int, world: World) -> torch.device:
         return world.device
     gpus = world.gpus or (world.device,)
     if index >= len(gpus):
-        are = "is 1 GPU" if len(gpus) == 1 else f"are {len(gpus)} GPUs"
+        verb = "is" if len(gpus) == 1 else "are"
         raise ConfigError(
-            f"parallel.device_map names device {index}, but there {are} for rank {world.rank}: "
-            f"{', '.join(map(str, gpus))}",
+            f"parallel.device_map names device {index}, but there {verb} {plural(len(gpus), 'GPU')} for rank "
+            f"{world.rank}: {', '.join(map(str, gpus))}",
             f"devices are numbered from 0 within each rank; to give each rank more GPUs, start with "
             f"`ddpkit launch --gpus-per-process {index + 1}`",
         )
@@ -123,9 +125,11 @@ def _capacities(model: nn.Module, world: World) -> list[float]:
 def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
     """The map with each range replaced by module names. Raises `ConfigError` for unknown or repeated names."""
     modules = dict.fromkeys(name for name, _ in model.named_modules(remove_duplicate=False))
-    indices, entries = dict[str, int](), dict[str, str]()
+    indices: dict[str, int] = {}
+    entries: dict[str, str] = {}
     for key, index in device_map.items():
-        for name in [key] if key in modules else _names(key):
+        names = [key] if key in modules else _names(key)
+        for name in names:
             if name not in modules:
                 raise ConfigError(
                     f"parallel.device_map names {key!r}, but {type(model).__name__} has no module {name!r}",
@@ -136,20 +140,24 @@ def expanded(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int]:
                     f"parallel.device_map has {name!r} in two entries: {entries[name]!r} and {key!r}",
                     "put each module in only one entry",
                 )
-            indices[name], entries[name] = index, key
+            indices[name] = index
+            entries[name] = key
     return indices
 
 
 def _names(key: str) -> Iterator[str]:
     """The module names for a key with ranges, such as `blocks.0-11`."""
-    choices: list[Any] = []
+    choices: list[Sequence[Any]] = []
     for part in key.split("."):
+        choice: Sequence[Any] = [part]
         ends = _RANGE.fullmatch(part)
-        choices.append(range(int(ends[1]), int(ends[2]) + 1) if ends else (part,))
-        if not choices[-1]:
+        if ends:
+            choice = range(int(ends[1]), int(ends[2]) + 1)
+        if not choice:
             raise ConfigError(
                 f"parallel.device_map: the range {part} in {key!r} is empty", "put the smaller number first"
             )
+        choices.append(choice)
     if math.prod(map(len, choices)) > 1_000_000:
         raise ConfigError(
             f"parallel.device_map: {key!r} expands to more than a million modules", "check the ends of the ranges"
@@ -177,7 +185,7 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
             continue
         indices[name] = index = device_map[entry]
         for short, tensor in tensors:
-            full = f"{name}.{short}" if name else short
+            full = full_name(name, short)
             other, first = places.setdefault(id(tensor), (index, full))
             if other != index:
                 raise ConfigError(
@@ -186,11 +194,12 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
                     "put both modules on the same device; the modules between them may be on other devices",
                 )
     if missing:
-        uncovered = list(dict.fromkeys(_topmost(name, device_map) for name in missing))
-        names = some([repr(name) for name in uncovered if name])
-        itself = "the parameters and buffers of the model itself ('' in the map)" if "" in uncovered else ""
+        uncovered = dict.fromkeys(_topmost(name, device_map) for name in missing)
+        left_out = [some([repr(name) for name in uncovered if name])]
+        if "" in uncovered:
+            left_out.append("the parameters and buffers of the model itself ('' in the map)")
         raise ConfigError(
-            f"parallel.device_map leaves out {' and '.join(filter(None, (names, itself)))}",
+            f"parallel.device_map leaves out {' and '.join(filter(None, left_out))}",
             "add entries for them or for a parent module; '' matches every module without an entry",
         )
     return indices
@@ -198,24 +207,25 @@ def indices_of(model: nn.Module, device_map: Mapping[str, int]) -> dict[str, int
 
 def _topmost(name: str, device_map: Mapping[str, int]) -> str:
     """The outermost module that is or contains `name`, and that contains no module named in the map."""
-    while name and (parent := name.rpartition(".")[0]):
-        if any(key.startswith(f"{parent}.") for key in device_map):
-            break
+    parent = name.rpartition(".")[0]
+    while parent and not _contains(parent, device_map):
         name = parent
+        parent = name.rpartition(".")[0]
     return name
 
 
 def map_text(device_map: Mapping[str, int]) -> str:
     """The map as it would be written in a configuration, with ranges."""
     parts: list[tuple[str, int]] = []
-    for (parent, index, is_block), group in groupby(device_map.items(), _kind):
+    for (parent, index, is_block), group in groupby(device_map.items(), _siblings_on_device):
         names = [name.rpartition(".")[2] for name, _ in group]
-        last = f"{names[0]}-{names[-1]}" if is_block and len(names) > 1 else ""
-        parts += [(f"{parent}{name}", index) for name in ([last] if last else names)]
+        if is_block and len(names) > 1:
+            names = [f"{names[0]}-{names[-1]}"]
+        parts += [(f"{parent}{name}", index) for name in names]
     return "{" + ", ".join(f'"{name}": {index}' for name, index in parts) + "}"
 
 
-def _kind(entry: tuple[str, int]) -> tuple[str, int, bool]:
+def _siblings_on_device(entry: tuple[str, int]) -> tuple[str, int, bool]:
     parent, dot, last = entry[0].rpartition(".")
     return parent + dot, entry[1], last.isdecimal()
 
@@ -234,16 +244,14 @@ def automatic_map(model: nn.Module, capacities: list[float]) -> dict[str, int]:
     """
     if len(capacities) == 1:
         return {"": 0}
-    units = tuple(repeated_blocks(model))
-    if not units:
-        raise ConfigError(
-            f"parallel.device_map='auto' needs repeated blocks, but {type(model).__name__} has no "
-            "ModuleList or Sequential with several children of one class that have submodules",
-            "map the modules yourself: parallel={'device_map': {'encoder': 0, 'decoder': 1}}",
-        )
+    hint = "map the modules yourself: parallel={'device_map': {'encoder': 0, 'decoder': 1}}"
+    units = tuple(required_blocks(model, "parallel.device_map='auto'", hint))
     links, sizes, work = _chain(model, units)
     ranges = split_chain(work, sizes, capacities[: len(links)])
-    device_of = {name: index for index, links_of in enumerate(ranges) for link in links_of for name in links[link]}
+    device_of: dict[str, int] = {}
+    for index, links_on_device in enumerate(ranges):
+        for link in links_on_device:
+            device_of |= dict.fromkeys(links[link], index)
     order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in device_of]
     return {name: device_of[name] for name in order}
 
@@ -255,7 +263,8 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
     work: list[float] = []
     link_of: dict[int, int] = {}  # by the id of a tensor
     for name, module in _chain_modules(model, "", units):
-        tensors = [*_tensors(module)] if name in units or not _contains(name, units) else _own_tensors(module)
+        whole = not _contains(name, units)
+        tensors = _tensors(module, recurse=whole)
         links_of_tied = [link_of[id(tensor)] for tensor in tensors if id(tensor) in link_of]
         link = min(links_of_tied, default=len(links))
         if link == len(links):
@@ -263,38 +272,34 @@ def _chain(model: nn.Module, units: tuple[str, ...]) -> tuple[list[list[str]], l
             sizes.append(0.0)
             work.append(0.0)
         links[link].append(name)
-        work[link] += work_of(module, recurse=name in units or not _contains(name, units))
+        work[link] += work_of(module, recurse=whole)
         for tensor in tensors:
             if id(tensor) not in link_of:
                 link_of[id(tensor)] = link
-                sizes[link] += tensor.nbytes * (2 + _STATES_PER_WEIGHT if tensor.requires_grad else 1)
+                copies = 2 + _STATES_PER_WEIGHT if tensor.requires_grad else 1
+                sizes[link] += tensor.nbytes * copies
     return links, sizes, work
 
 
 def _chain_modules(module: nn.Module, name: str, units: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     """The blocks, the modules between blocks, and the modules that contain blocks and also have their own tensors."""
     if not _contains(name, units):
-        if name in units or any(True for _ in _tensors(module)):
+        if name in units or _tensors(module):
             yield name, module
         return
-    if _own_tensors(module):
+    if _tensors(module, recurse=False):
         yield name, module
     for child_name, child in module.named_children():
-        yield from _chain_modules(child, f"{name}.{child_name}" if name else child_name, units)
+        yield from _chain_modules(child, full_name(name, child_name), units)
 
 
-def _contains(name: str, units: tuple[str, ...]) -> bool:
-    """Whether there are blocks inside a module."""
-    return any(unit.startswith(f"{name}." if name else "") for unit in units if unit != name)
+def _contains(name: str, others: Iterable[str]) -> bool:
+    """Whether the module `name` contains one of the other modules; "" is the model."""
+    return any(other.startswith(full_name(name, "")) for other in others)
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+def _tensors(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 # --- Placement --------------------------------------------------------------------------------------------------------
@@ -306,7 +311,8 @@ def _move_own_tensors(module: nn.Module, device: torch.device) -> None:
     As with `module.to(device)`, parameters stay the same objects.
     """
     childless = nn.Module()
-    childless._parameters, childless._buffers = module._parameters, module._buffers
+    childless._parameters = module._parameters
+    childless._buffers = module._buffers
     childless.to(device)
 
 
@@ -319,10 +325,8 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
     hooked: dict[str, int] = {}
     inside: dict[str, set[int]] = {}  # the devices of a module and its submodules
     for name, index in indices.items():
-        inside.setdefault(name, set()).add(index)
-        while name:
-            name = name.rpartition(".")[0]
-            inside.setdefault(name, set()).add(index)
+        for module_name in ("", *accumulate(name.split("."), full_name)):
+            inside.setdefault(module_name, set()).add(index)
 
     def walk(name: str, module: nn.Module, within: bool) -> None:
         """Visit a module and its children.
@@ -332,9 +336,9 @@ def hooked_modules(model: nn.Module, device_map: Mapping[str, int]) -> dict[str,
         devices = inside.get(name, set())
         whole = len(devices) == 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # never called
         if name in device_map or (whole and not within):
-            hooked[name] = indices[name] if name in indices else min(devices)
+            hooked[name] = indices.get(name, min(devices))
         for child_name, child in module.named_children():
-            walk(f"{name}.{child_name}" if name else child_name, child, within or whole)
+            walk(full_name(name, child_name), child, within or whole)
 
     walk("", model, within=False)
     return hooked
@@ -347,7 +351,9 @@ class _InputsMove:
         self._device = device
 
     def __call__(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        return None if _all_on(self._device, (args, kwargs)) else _moved((args, kwargs), self._device)
+        if _all_on(self._device, (args, kwargs)):
+            return None
+        return _moved((args, kwargs), self._device)  # type: ignore[no-any-return]
 
 
 class _OutputMoves:
@@ -364,7 +370,9 @@ class _OutputMoves:
         self._device = next((tensor.device for tensor in tensors), self._default)
 
     def after(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        return output if _all_on(self._device, output) else _moved(output, self._device)
+        if _all_on(self._device, output):
+            return output
+        return _moved(output, self._device)
 
 
 def _all_on(device: torch.device, values: Any) -> bool:
@@ -373,7 +381,5 @@ def _all_on(device: torch.device, values: Any) -> bool:
 
 def _moved(values: Any, device: torch.device) -> Any:
     # A GPU's stream orders copies to that GPU, but the host could read host memory before a copy to it is complete.
-    waits = device.type == "cpu"
-    return pytree.tree_map(
-        lambda leaf: leaf.to(device, non_blocking=not waits) if isinstance(leaf, Tensor) else leaf, values
-    )
+    move = methodcaller("to", device, non_blocking=device.type != "cpu")
+    return pytree.tree_map_only(Tensor, move, values)

@@ -3,7 +3,6 @@
 A unit is a module that FSDP shards. FSDP gathers all weights of a unit at once.
 """
 
-import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
@@ -14,16 +13,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World, host_group
-from ddp_kit.errors import ConfigError, LossError, suggestion
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.model.blocks import repeated_blocks
+from ddp_kit.model.names import full_name, matching, refuse
 from ddp_kit.parallel.shards import Shards, check_dense_gradients, check_no_hooks
 from ddp_kit.parallel.strategy import (
     NO_OPTIONS,
@@ -32,13 +31,18 @@ from ddp_kit.parallel.strategy import (
     Strategy,
     broadcast,
     sizes_of,
+    state_with_pieces,
+    total_norm,
+    trained,
     whole_gradients_fit,
     with_written_views,
 )
 from ddp_kit.parallel.tensor import (
     is_divided,
     is_dtensor,
+    mesh_dimensions,
     piece_of_dtensor,
+    pieces_of_dtensors,
     reduced_gradient,
     split_layers,
     tensor_plan,
@@ -51,23 +55,23 @@ from ddp_kit.texts import some
 T = TypeVar("T")
 
 
-def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settings: Any) -> FSDPModule:
+def shard_unit(name: str, unit: nn.Module, mesh: DeviceMesh, hint: str, **settings: Any) -> None:
     """Shard a module over the mesh dimension `shard`, and replicate it over `replicate` if that has several ranks.
 
     `mesh`: a mesh with both dimensions. `settings`: passed to `fully_shard`. `hint`: the hint of the `ConfigError` if
     `fully_shard` fails. Call `check_dtypes` first.
     """
+    ignored = settings.get("ignored_params", ())
     # FSDP does not support other layouts, such as channels_last.
-    for parameter in _own_parameters(unit, settings.get("ignored_params") or ()).values():
+    for parameter in _own_parameters(unit, ignored).values():
         if not is_dtensor(parameter):
             parameter.data = parameter.data.contiguous()
-    _watch_writes(name, unit, settings.get("ignored_params") or ())
+    _watch_writes(name, unit, ignored)
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     try:
-        sharded: Any = fully_shard(unit, mesh=over, **settings)
+        fully_shard(unit, mesh=over, **settings)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(f"FSDP cannot shard {name or 'the model'} ({type(unit).__name__}): {error}", hint) from None
-    return sharded  # type: ignore[no-any-return]
 
 
 def _own_parameters(unit: Any, ignored: Collection[nn.Parameter] = ()) -> dict[str, nn.Parameter]:
@@ -85,12 +89,12 @@ def _watch_writes(name: str, unit: Any, ignored: Collection[nn.Parameter] = (), 
     """
     own = {id(parameter) for parameter in _own_parameters(unit, ignored).values()}
     places = [
-        (module, short_name, ".".join(filter(None, (name, path, short_name))))
+        (module, short_name, full_name(name, full_name(path, short_name)))
         for path, module in unit.named_modules()
         for short_name, parameter in module.named_parameters(recurse=False)
         if id(parameter) in own
     ]
-    check = WriteCheck([full_name for _, _, full_name in places], "FSDP")
+    check = WriteCheck([weight for _, _, weight in places], "FSDP")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(*_hook: Any) -> None:
@@ -115,15 +119,15 @@ def check_dtypes(name: str, unit: Any, hint: str, ignored: Collection[nn.Paramet
     by_dtype: dict[torch.dtype, list[str]] = {}
     for short_name, parameter in _own_parameters(unit, ignored).items():
         if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append(f"{name}.{short_name}" if name else short_name)
+            by_dtype.setdefault(parameter.dtype, []).append(full_name(name, short_name))
     if len(by_dtype) > 1:
         kinds = "; ".join(f"{dtype} in {some(names)}" for dtype, names in by_dtype.items())
-        rarer = dict.fromkeys(full_name.rpartition(".")[0] for full_name in min(by_dtype.values(), key=len))
+        rarer = dict.fromkeys(weight.rpartition(".")[0] for weight in min(by_dtype.values(), key=len))
         raise ConfigError(
             f"FSDP gathers the trained parameters of {name or 'the model'} ({type(unit).__name__}) together, but they "
             f"have several dtypes: {kinds}",
-            "convert them to one dtype before creating the Trainer, for example with model.to(torch.float32)"
-            + (f"; or {hint.format(some([*rarer]))}" if hint else ""),
+            "convert them to one dtype before creating the Trainer, for example with model.to(torch.float32); or "
+            + hint.format(some([*rarer])),
         )
 
 
@@ -158,21 +162,25 @@ class FsdpUnits:
 
     def before_backward(self, *, last: bool) -> None:
         """Prepare the units for a backward pass. `last`: whether this is the last backward pass of the step."""
-        for unit in self._units if last != self._last else ():
+        if last == self._last:
+            return
+        self._last = last
+        for unit in self._units:
             if self._whole_gradients:
                 unit.set_requires_gradient_sync(last, recurse=False)
             elif self.add_up:
                 unit.set_requires_all_reduce(last, recurse=False)
             if self._gathered:
                 unit.set_reshard_after_backward(last, recurse=False)
-        self._last = last
 
     def reduce_unused_units(self, units: Iterable[FSDPModule]) -> None:
         """Make the last backward pass also reduce the gradients of units that only earlier passes used.
 
         Gradients filled with zeros are added to these units, because torch reduces only units that have new gradients.
         """
-        for unit in units if self.add_up else ():
+        if not self.add_up:
+            return
+        for unit in units:
             unit.unshard()
             for parameter in _own_parameters(unit).values():
                 if parameter.requires_grad:
@@ -206,7 +214,8 @@ def equal_batches(
     Ranks with fewer batches repeat their last batch as a batch of 0 samples. `filler_batch`: a function that returns a
     batch for a rank that has none.
     """
-    iterator, filler = iter(batches), None
+    iterator = iter(batches)
+    filler: list[T] = []
     while True:
         item = next(iterator, None)
         more = torch.tensor(int(item is not None))
@@ -214,7 +223,7 @@ def equal_batches(
         if not more:
             return
         if item is None:
-            filler = [filler_batch()] if filler is None else filler
+            filler = filler or [filler_batch()]
             yield 0, with_copied_containers(filler[0])
         else:
             filler = [with_copied_containers(item[1])]
@@ -264,11 +273,14 @@ class UnitOrder:
         `kind`: the kind of pass. Passes of one kind usually run the units in the same order. Raises `WorldError` if the
         ranks run the units in different orders.
         """
-        self._kind, self._expected, self._seen, self._at = kind, self._orders.get(kind, []), [], 0
+        self._kind = kind
+        self._expected = expected = self._orders.get(kind, [])
+        self._seen = []
+        self._at = 0
         self._passes += 1
         try:
             yield self._seen
-            if self._at < len(self._expected) or kind not in self._orders:
+            if self._at < len(expected) or kind not in self._orders:
                 self._compare("the end of the pass")
             self._orders[kind] = self._seen
         finally:
@@ -290,10 +302,12 @@ class UnitOrder:
     def _compare(self, place: str) -> None:
         """Wait until all ranks reach this point of the pass. Raises `WorldError` if a rank does not reach it."""
         place = f"{place} in {self._kind} {self._passes}"
+        seconds = None
         if self._expected:
+            seconds = TIMEOUT_SECONDS
             left = self._expected[self._at : self._at + 1]
             place += f", where the previous pass ran {left[0]}" if left else ", which the previous pass did not run"
-        wait_for_all(self._world, place, seconds=TIMEOUT_SECONDS if self._expected else None, hint=_HINT)
+        wait_for_all(self._world, place, seconds=seconds, hint=_HINT)
 
 
 # --- FSDP strategy ----------------------------------------------------------------------------------------------------
@@ -316,18 +330,18 @@ class FsdpStrategy(Strategy):
         super().__init__(world, config, options)
         self.sizes = sizes = sizes_of(config, world.world_size)
         _, self._replica, shard, self._tensor = sizes.coordinates(world.rank)
-        self.data_ranks, self.data_rank = sizes.data, self._replica * sizes.shard + shard
+        self.data_ranks = sizes.data
+        self.data_rank = self._replica * sizes.shard + shard
         self.contributes = self._tensor == 0
         parts = sizes.shard * sizes.tensor
         self.replicas = tuple(range(first, world.world_size, parts) for first in range(parts))
         self.optimizer_replicas = self.replicas
         self._mesh: DeviceMesh
-        self._sharded: list[FSDPModule] = []
         self._buffers: SharedBuffers
         self._units: FsdpUnits
         self._shards: Shards
         self._updated_parameters: list[nn.Parameter] = []
-        self._split: list[nn.Parameter] = []  # those that are divided over the ranks of a tensor group
+        self._split: set[nn.Parameter] = set()  # those that are divided over the ranks of a tensor group
         self._named_units: dict[str, Any] = {}
         self._order: UnitOrder
         self._last_pass = False
@@ -338,12 +352,7 @@ class FsdpStrategy(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        if self.config.share_gpus and self.world.device.type == "cuda":
-            raise ConfigError(
-                "parallel.share_gpus is not supported with FSDP or tensor parallelism: gloo does not support their "
-                "collectives on GPU tensors",
-                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
-            )
+        self._check_own_gpus("FSDP or tensor parallelism: gloo does not support their collectives on GPU tensors")
         if self.options.parallelize is not None and self.options.parameters_on_host:
             raise ConfigError(
                 "memory.offload = 'all' has no effect on weights that parallelize=... shards",
@@ -351,53 +360,41 @@ class FsdpStrategy(Strategy):
             )
         check_dense_gradients(model, f"parallel.strategy={self.config.strategy!r}")
         check_no_hooks(model)
-        scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-        if scalars:
-            raise ConfigError(
-                f"FSDP cannot shard scalar parameters: {some(scalars)}",
-                "give them a dimension: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))",
-            )
-
-        empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
-        if empty:
-            raise ConfigError(
-                f"FSDP cannot shard parameters without values: {some(empty)}",
-                "leave them out of the model, or use parallel='zero1' or 'ddp'",
-            )
+        refuse(
+            [name for name, parameter in model.named_parameters() if parameter.ndim == 0],
+            "FSDP cannot shard scalar parameters",
+            "give them a dimension: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))",
+        )
+        refuse(
+            [name for name, parameter in model.named_parameters() if not parameter.numel()],
+            "FSDP cannot shard parameters without values",
+            "leave them out of the model, or use parallel='zero1' or 'ddp'",
+        )
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
-        sizes, device = self.sizes, self.world.device
-        self._mesh = init_device_mesh(
-            device.type, (sizes.replicate, sizes.shard, sizes.tensor), mesh_dim_names=("replicate", "shard", "tensor")
-        )
+        self._mesh = self.sizes.mesh(self.world.device.type, "replicate", "shard", "tensor")
         names = [name for name, _ in model.named_parameters()]
         if self.options.parallelize is None:
             self._spread(model)
         else:
             self._place(model)
             self.options.parallelize(model, self._mesh)
-            sharded_by_user = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-            self._sharded = [*sharded_by_user.values()]
+        self._named_units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
+        if self.options.parallelize is not None:
             self._check_spread(model)
-            for name, unit in sharded_by_user.items():
+            for name, unit in self._named_units.items():
                 _watch_writes(name, unit, is_sharded=True)
-        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.parameters = trained(model.parameters())
         self._buffers = SharedBuffers(self.world, model)
         fit = fit_whole_on_all_ranks(self.parameters, self.world)
-        self._units = FsdpUnits(self._sharded, whole_gradients=fit, replicated=sizes.replicate > 1)
-        sharded: list[Any] = self._sharded
-        names_of = {module: name for name, module in model.named_modules()}
-        self._named_units = {names_of[unit]: unit for unit in sharded}
+        self._units = FsdpUnits(self._named_units.values(), whole_gradients=fit, replicated=self.sizes.replicate > 1)
         self._order = UnitOrder(self.world, self._named_units)
-        pieces = {
-            parameter: piece for parameter in model.parameters() if (piece := piece_of_dtensor(parameter)) is not None
-        }
-        self._shards = Shards(pieces, dict(zip(model.parameters(), names, strict=True)))
+        self._shards = Shards(pieces_of_dtensors(model), dict(zip(model.parameters(), names, strict=True)))
         shards = {parameter: self._shards.of.get(parameter, parameter) for parameter in self.parameters}
         self._updated_parameters = [*shards.values()]
-        self._split = [shard for parameter, shard in shards.items() if is_divided(parameter, "tensor")]
-        self.parameters_on_host = self.options.parameters_on_host and bool(self._sharded)
+        self._split = {shard for parameter, shard in shards.items() if is_divided(parameter, "tensor")}
+        self.parameters_on_host = self.options.parameters_on_host and bool(self._named_units)
 
     def _spread(self, model: nn.Module) -> None:
         """Move and shard the model unit by unit, so that no rank ever holds all of it on its device."""
@@ -416,8 +413,7 @@ class FsdpStrategy(Strategy):
         missing = [
             name
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-            and needed - set(parameter.device_mesh.mesh_dim_names or () if is_dtensor(parameter) else ())
+            if parameter.requires_grad and not needed.issubset(mesh_dimensions(parameter))
         ]
         if missing:
             raise ConfigError(
@@ -425,9 +421,8 @@ class FsdpStrategy(Strategy):
                 "each rank would train its own copy of these parameters",
                 "end the function with fully_shard(model, mesh=mesh['shard']), or use mesh['replicate', 'shard']",
             )
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                check_dtypes(name, module, "call fully_shard on {} first in your function")
+        for name, unit in self._named_units.items():
+            check_dtypes(name, unit, "call fully_shard on {} first in your function")
 
     def _chosen_units(self, model: nn.Module) -> dict[str, nn.Module]:
         """The FSDP units by module name, inner modules first.
@@ -439,22 +434,18 @@ class FsdpStrategy(Strategy):
         if self.config.fsdp_units == "auto":
             chosen = repeated_blocks(model)
         else:
-            chosen = {}
-            for pattern in self.config.fsdp_units:
-                names = fnmatch.filter(modules, pattern)
-                if not names:
-                    raise ConfigError(
-                        f"parallel.fsdp_units names {pattern!r}, but {type(model).__name__} has no such module",
-                        suggestion(pattern, [*modules], "modules"),
-                    )
-                chosen |= {name: modules[name] for name in names}
+            chosen = {
+                name: modules[name]
+                for pattern in self.config.fsdp_units
+                for name in matching(pattern, modules, model, "parallel.fsdp_units")
+            }
         _check_shared(model, chosen)
         return dict(sorted(chosen.items(), key=lambda item: -item[0].count(".")))
 
     def _place(self, unit: Any) -> None:
         """Move a unit's buffers and unsharded parameters to the device, and copy rank 0's values to all ranks."""
         device = self.world.device
-        whole = [parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)]
+        whole = [parameter for parameter in unit.parameters() if not is_dtensor(parameter)]
         for parameter in whole:
             parameter.data = parameter.data.to(device)
         for buffer in unit.buffers():
@@ -462,13 +453,14 @@ class FsdpStrategy(Strategy):
         broadcast([*(parameter.detach() for parameter in whole), *unit.buffers()])
 
     def _shard_unit(self, name: str, unit: nn.Module) -> None:
-        reshard = None if self.config.reshard_after_forward == "auto" else self.config.reshard_after_forward
-        hint = "name other modules in parallel.fsdp_units, or use parallel='ddp'"
         check_dtypes(name, unit, "name {} in parallel.fsdp_units, in addition to the blocks, or use parallel='ddp'")
-        offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-        policy = offload if self.options.parameters_on_host else OffloadPolicy()
-        settings = {"reshard_after_forward": reshard, "offload_policy": policy}
-        self._sharded.append(shard_unit(name, unit, self._mesh, hint, **settings))
+        settings: dict[str, Any] = {}
+        if self.config.reshard_after_forward != "auto":
+            settings["reshard_after_forward"] = self.config.reshard_after_forward
+        if self.options.parameters_on_host:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+        hint = "name other modules in parallel.fsdp_units, or use parallel='ddp'"
+        shard_unit(name, unit, self._mesh, hint, **settings)
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         self._shards.give_to(optimizer)
@@ -496,7 +488,7 @@ class FsdpStrategy(Strategy):
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[object]:
         self._last_pass = last
-        return _explained()
+        return _sharding_errors_explained()
 
     def backward(self, loss: Tensor) -> None:
         self._units.before_backward(last=self._last_pass)
@@ -509,15 +501,12 @@ class FsdpStrategy(Strategy):
     def finish_reduction(self) -> None:
         with torch.no_grad():
             for whole, shard in self._shards.trained:
-                shard.grad = None if whole.grad is None else reduced_gradient(whole.grad, whole)
+                shard.grad = reduced_gradient(whole.grad, whole)
         missing = [parameter for parameter in self._updated_parameters if parameter.grad is None]
-        if missing:
-            names = [self.parameter_names()[id(parameter)] for parameter in missing]
-            when = "the last micro-batch of a step" if self._units.add_up else "a step"
-            raise LossError(
-                f"{some(names)} got no gradient in {when}, but FSDP needs the gradients of all trained parameters",
-                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
-            )
+        when = "the last micro-batch of a step" if self._units.add_up else "a step"
+        self._check_gradients(
+            missing, f"got no gradient in {when}, but FSDP needs the gradients of all trained parameters"
+        )
 
     # --- Gradients ----------------------------------------------------------------------------------------------------
 
@@ -527,9 +516,9 @@ class FsdpStrategy(Strategy):
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients. Local sums of squares are added up over the ranks that hold different parts."""
-        split = set(map(id, self._split))
-        rest = [parameter for parameter in self._updated_parameters if id(parameter) not in split]
-        squares = torch.stack([_norm(parameters, self.world.device).square() for parameters in (rest, self._split)])
+        rest = [parameter for parameter in self._updated_parameters if parameter not in self._split]
+        split = [parameter for parameter in self._updated_parameters if parameter in self._split]
+        squares = torch.stack([total_norm(parameters, self.world.device).square() for parameters in (rest, split)])
         if self.sizes.shard > 1:
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
         if self.sizes.tensor > 1:  # other gradients are the same on all ranks of the tensor group
@@ -541,8 +530,7 @@ class FsdpStrategy(Strategy):
         if self.sizes.shard > 1:
             dist.all_reduce(squares, group=self._mesh.get_group("shard"))
         if self.sizes.tensor > 1:
-            split = set(map(id, self._split))
-            rows = [number for number, parameter in enumerate(self._updated_parameters) if id(parameter) in split]
+            rows = [number for number, parameter in enumerate(self._updated_parameters) if parameter in self._split]
             sums = squares[rows]
             dist.all_reduce(sums, group=self._mesh.get_group("tensor"))
             squares[rows] = sums
@@ -560,16 +548,10 @@ class FsdpStrategy(Strategy):
     # --- State --------------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        state = self.model.state_dict(keep_vars=True)
-        pieces: dict[int, Piece] = {}
-        for name, value in state.items():
-            if id(value) in pieces:  # tied weights are stored once
-                state[name] = pieces[id(value)]
-            elif (piece := piece_of_dtensor(value)) is not None:
-                state[name] = pieces[id(value)] = self._written(piece, split=is_divided(value, "tensor"))
-            elif isinstance(value, Tensor):
-                state[name] = value.detach()
-        return state
+        return state_with_pieces(self.model, self._piece_in_model)
+
+    def _piece_in_model(self, _name: str, value: Tensor) -> Piece | None:
+        return self._with_owner(piece_of_dtensor(value), split=is_divided(value, "tensor"))
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         local = self.model.state_dict()
@@ -586,17 +568,13 @@ class FsdpStrategy(Strategy):
         return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
-        piece = self._shards.pieces.get(id(parameter))
-        return None if piece is None else self._written(piece, split=any(parameter is other for other in self._split))
+        return self._with_owner(self._shards.pieces.get(id(parameter)), split=parameter in self._split)
 
-    def _written(self, piece: Piece, *, split: bool) -> Piece:
+    def _with_owner(self, piece: Piece | None, *, split: bool) -> Piece | None:
         """A copy of a piece, with `owned` set only on the first rank that holds it, which writes it to checkpoints."""
+        if piece is None:
+            return None
         return replace(piece, owned=self._replica == 0 and (split or self._tensor == 0))
-
-
-def _norm(parameters: list[nn.Parameter], device: torch.device) -> Tensor:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return nn.utils.get_total_norm(gradients).to(device) if gradients else torch.zeros((), device=device)
 
 
 def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
@@ -610,12 +588,11 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
                     f"the FSDP units {other} and {name} share a parameter, which cannot be gathered twice",
                     "name other modules in parallel.fsdp_units, such as one that contains both",
                 )
-    inside = set(owners)
     for name, module in model.named_modules():
         if any(name == unit or name.startswith(f"{unit}.") for unit in units):
             continue
         for parameter in module.parameters(recurse=False):
-            if parameter in inside:
+            if parameter in owners:
                 raise ConfigError(
                     f"{name or 'the model'} shares a parameter with the FSDP unit {owners[parameter]}",
                     "name other modules in parallel.fsdp_units: tied weights must be in one unit, or outside all units",
@@ -623,7 +600,7 @@ def _check_shared(model: nn.Module, units: dict[str, nn.Module]) -> None:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _sharding_errors_explained() -> Iterator[None]:
     """A context that re-raises FSDP's errors about weights that it has sharded or freed as `LossError`."""
     try:
         yield

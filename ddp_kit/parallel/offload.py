@@ -37,14 +37,14 @@ class OffloadedOptimizer(Optimizer):
                 "leave out memory.offload, or use an optimizer without train() and eval()",
             )
         self._on_host = optimizer
-        trained = [parameter for group in self.param_groups for parameter in group["params"] if parameter.requires_grad]
-        self._copies = {} if in_place else {parameter: _HostCopy(parameter) for parameter in trained}
-        self._devices = {parameter.device for parameter in self._copies if parameter.is_cuda}
+        self._copies: dict[nn.Parameter, _HostCopy] = {}
+        if not in_place:
+            trained = [each for group in self.param_groups for each in group["params"] if each.requires_grad]
+            self._copies = {parameter: _HostCopy(parameter) for parameter in trained}
+        weights = {parameter: copy.weight for parameter, copy in self._copies.items()}
         for group in optimizer.param_groups:
-            group["params"] = [
-                self._copies[parameter].weight if parameter in self._copies else parameter
-                for parameter in group["params"]
-            ]
+            group["params"] = [weights.get(parameter, parameter) for parameter in group["params"]]
+        self._devices = {parameter.device for parameter in self._copies if parameter.is_cuda}
         for parameter, copy in self._copies.items():
             if parameter in optimizer.state:
                 optimizer.state[copy.weight] = optimizer.state.pop(parameter)

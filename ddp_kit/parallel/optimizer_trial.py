@@ -23,15 +23,15 @@ from ddp_kit.errors import ConfigError
 
 _KERNELS = ("fused", "foreach", "capturable")  # settings that choose a kernel, which some devices do not support
 # For the trial in `check_elementwise`:
-_VALUES, _SHAPES = 24, ((4, 6), (24,), (2, 3, 2, 2))
+_VALUES = 24
+_SHAPES = ((4, 6), (24,), (2, 3, 2, 2))
 _RATES = ("lr", "initial_lr")  # of groups that differ only in these settings, only one is tried
 _STEPS = 12
 _RATE = 1e-2  # the lowest learning rate: at 0, as at the start of a warm-up, nothing would change
 _SCALES = (1.0, 1e3, 1e6)  # scales of the gradients: an optimizer may clip gradients at any norm
 _LARGEST = 2**21  # values of a tensor in a trial with the shape of a parameter: it takes 100 MB of memory at most
-_PERIOD = (
-    10007  # after so many values, those of such a tensor repeat: drawing all of them would take longer than a step
-)
+# After so many values, those of such a tensor repeat: drawing all of them would take longer than a step.
+_PERIOD = 10007
 _PART = 999  # values of the part of such a tensor; odd, because an optimizer may divide tensors into blocks
 
 
@@ -52,7 +52,9 @@ def trial_of(
 
 def _settings(group: Mapping[str, Any], *, kernels: bool = False) -> dict[str, Any]:
     """The settings of a parameter group except tensors, with copies of all containers."""
-    omitted = ("params", "param_names", *(() if kernels else _KERNELS))
+    omitted = {"params", "param_names"}
+    if not kernels:
+        omitted.update(_KERNELS)
     return {
         name: deepcopy(value) if isinstance(value, list | dict | set) else value
         for name, value in group.items()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_kit.errors import ConfigError
+from ddp_kit.model.names import refuse, trained_embeddings
 from ddp_kit.parallel.optimizer_trial import check_elementwise
 from ddp_kit.state_values import Piece
 from ddp_kit.texts import some
@@ -67,19 +68,21 @@ class Shards:
         """This rank's part of the optimizer state of the parameter `whole`. Scalars in the state are unchanged."""
         from ddp_kit.parallel.tensor import is_dtensor, local_tensor  # only needed here, and slow to import
 
-        piece, part = self.pieces[id(self.of[whole])], {}
+        piece = self.pieces[id(self.of[whole])]
+        part: dict[str, Any] = {}
         for name, value in optimizer.state[whole].items():
             if not isinstance(value, Tensor) or (value.ndim == 0 and whole.ndim > 0):
                 part[name] = value
-            elif value.shape == whole.shape:
-                part[name] = (local_tensor(value) if is_dtensor(value) else piece.of(value)).detach().clone()
-            else:
+            elif value.shape != whole.shape:
                 raise ConfigError(
                     f"the optimizer {type(optimizer).__name__} has state that cannot be sharded: {name} of "
                     f"{self.names[id(self.of[whole])]} has the shape {tuple(value.shape)}, but the "
                     f"parameter has the shape {tuple(whole.shape)}",
                     "pass a new optimizer that has no state yet, or use parallel='ddp', which does not shard",
                 )
+            else:
+                local = local_tensor(value) if is_dtensor(value) else piece.of(value)
+                part[name] = local.detach().clone()
         return part
 
 
@@ -88,23 +91,17 @@ def check_dense_gradients(model: nn.Module, setting: str, instead: str = "use pa
 
     They cannot be sharded, and torch cannot add them up in float16. `instead`: the alternative, for the hint.
     """
-    sparse = [
-        name or "the model"
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and layer.weight.requires_grad
-    ]
-    if sparse:
-        raise ConfigError(
-            f"{setting} does not support modules with sparse gradients: {some(sparse)}",
-            f"leave out sparse=True, or {instead}",
-        )
+    refuse(
+        [name for name, layer in trained_embeddings(model).items() if layer.sparse],
+        f"{setting} does not support modules with sparse gradients",
+        f"leave out sparse=True, or {instead}",
+    )
 
 
 def check_no_hooks(model: nn.Module) -> None:
     """Raise `ConfigError` for parameters with hooks on their gradients, if these parameters will be replaced."""
-    hooked = [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)]
-    if hooked:
-        raise ConfigError(
-            f"FSDP replaces the parameters of the model, so hooks on their gradients would not run: {some(hooked)}",
-            "change gradients in on_gradients of a Callback, which works with every strategy; or use parallel='ddp'",
-        )
+    refuse(
+        [name for name, parameter in model.named_parameters() if has_gradient_hooks(parameter)],
+        "FSDP replaces the parameters of the model, so hooks on their gradients would not run",
+        "change gradients in on_gradients of a Callback, which works with every strategy; or use parallel='ddp'",
+    )

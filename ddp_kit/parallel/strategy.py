@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World
-from ddp_kit.errors import ConfigError
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.parallel.writes import check_no_max_norm
 from ddp_kit.state_values import Piece
-from ddp_kit.texts import some
+from ddp_kit.texts import plural, some
 from ddp_kit.torch_internals import broadcast_coalesced, multiply_all, persistent_buffers
 
 _WHOLE_GRADIENTS_SHARE = 8  # whole gradients take at most 1/8 of a device's memory
@@ -54,26 +54,34 @@ class Sizes:
         """The rank at these coordinates."""
         return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
 
+    def mesh(self, device_type: str, *dimensions: str) -> DeviceMesh:
+        """A mesh of all ranks with these dimensions, slowest first. A collective."""
+        sizes = tuple(getattr(self, dimension) for dimension in dimensions)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=dimensions)
+
 
 def sizes_of(config: ParallelConfig, world_size: int) -> Sizes:
     """The sizes for `world_size` ranks. Raises `ConfigError` if the configuration does not match that number."""
-    fixed = {"tensor": config.tensor, "pipeline": config.pipeline}
-    free = next((name for name in ("replicate", "shard") if getattr(config, name) == -1), None)
-    fixed |= {name: getattr(config, name) for name in ("replicate", "shard") if name != free}
+    sizes = {name: getattr(config, name) for name in ("tensor", "pipeline", "replicate", "shard")}
+    fixed = {name: size for name, size in sizes.items() if size != -1}
+    free = [*(sizes.keys() - fixed.keys())]  # at most one of replicate and shard
     product = math.prod(fixed.values())
     left, rest = divmod(world_size, product)
-    if rest or left == 0 or (free is None and left != 1):
-        shown = " x ".join(f"{name} {size}" for name, size in fixed.items() if size > 1) or "1"
-        multiple = max(1, round(world_size / product)) * product if free is not None else product
+    if rest or left == 0 or (not free and left != 1):
+        factors = " x ".join(f"{name} {size}" for name, size in fixed.items() if size > 1) or "1"
+        multiple = product
+        other_fix = ""
+        if free:
+            multiple *= max(1, round(world_size / product))
+        else:
+            other_fix = ", or leave out replicate, which is then computed from the others"
+        verb = "is" if world_size == 1 else "are"
         raise ConfigError(
-            f"the parallel sizes do not match the number of ranks: {shown} = {product}, but there "
-            f"{'is 1 rank' if world_size == 1 else f'are {world_size} ranks'}",
-            f"start {multiple} ranks, or change one of the sizes"
-            + ("" if free is not None else ", or leave out replicate, which is then computed from the others"),
+            f"the parallel sizes do not match the number of ranks: {factors} = {product}, but there {verb} "
+            f"{plural(world_size, 'rank')}",
+            f"start {multiple} ranks, or change one of the sizes{other_fix}",
         )
-    if free is not None:
-        fixed[free] = left
-    return Sizes(**fixed)
+    return Sizes(**fixed, **dict.fromkeys(free, left))
 
 
 def whole_gradients_fit(gradients: int, memory: int) -> bool:
@@ -119,7 +127,9 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 def stored(tensor: Tensor) -> Tensor:
     """A view of a tensor without repeated values: expanded dimensions are reduced to their first index."""
-    for dimension, stride in enumerate(tensor.stride() if tensor.layout == torch.strided else ()):
+    if tensor.layout != torch.strided:
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor
@@ -134,7 +144,8 @@ def with_written_views(model: nn.Module, state: dict[str, Any]) -> dict[str, Any
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     loaded = copy(state)  # also its _metadata
     for name, tensor in own.items():
-        memory, value = stored(tensor), state.get(name)
+        memory = stored(tensor)
+        value = state.get(name)
         if memory.shape == tensor.shape or not isinstance(value, Tensor) or value.shape != tensor.shape:
             continue
         values = value[tuple(slice(size) for size in memory.shape)]
@@ -173,7 +184,7 @@ class SharedBuffers:
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
         self._model = model
-        self._kinds = [_kind(buffer) for buffer in persistent_buffers(model)]
+        self._kinds = [_shape_and_dtype(buffer) for buffer in persistent_buffers(model)]
         self._named = self._names()
 
     def checked(self) -> list[Tensor]:
@@ -182,14 +193,15 @@ class SharedBuffers:
         All ranks call it in the same order. They communicate only if buffers have changed since the last call.
         """
         buffers = persistent_buffers(self._model)
-        kinds = [_kind(buffer) for buffer in buffers]
+        kinds = [_shape_and_dtype(buffer) for buffer in buffers]
         if kinds != self._kinds:
             named = self._names()
             both = {name: (self._named.get(name, "none"), named.get(name, "none")) for name in self._named | named}
             changes = [f"{name} from {before} to {now}" for name, (before, now) in both.items() if before != now]
             place = f"a comparison of buffers, because they changed: {some(changes)}"
             wait_for_all(self._world, place, hint=BUFFERS_HINT)
-            self._kinds, self._named = kinds, named
+            self._kinds = kinds
+            self._named = named
         return buffers
 
     def _names(self) -> dict[str, str]:
@@ -200,8 +212,36 @@ class SharedBuffers:
         }
 
 
-def _kind(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
+def _shape_and_dtype(buffer: Tensor) -> tuple[torch.Size, torch.dtype]:
     return buffer.shape, buffer.dtype
+
+
+# --- Parameters -------------------------------------------------------------------------------------------------------
+
+
+def trained(parameters: Iterable[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """The parameters that require a gradient."""
+    return tuple(parameter for parameter in parameters if parameter.requires_grad)
+
+
+def total_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """The 2-norm of all gradients of these parameters together, as a scalar on `device`; 0 without gradients."""
+    gradients = [_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=device)
+    return nn.utils.get_total_norm(gradients).to(device)  # torch returns it on the device of the first gradient
+
+
+def state_with_pieces(model: nn.Module, piece_of: Callable[[str, Tensor], Piece | None]) -> dict[str, Any]:
+    """The model's state_dict, with pieces in place of the tensors for which `piece_of(name, tensor)` returns one."""
+    state = model.state_dict(keep_vars=True)
+    pieces: dict[int, Piece | None] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            if pieces.get(id(value)) is None:  # tied weights are stored once
+                pieces[id(value)] = piece_of(name, value)
+            state[name] = pieces[id(value)] or value.detach()
+    return state
 
 
 # --- Strategy ---------------------------------------------------------------------------------------------------------
@@ -217,6 +257,8 @@ _WRAPPERS = {
     "FullyShardedDataParallel": f'{_USE_ITS_MODULE}, with parallel="fsdp"',
     "FSDPModule": 'do not call fully_shard(model): set parallel="fsdp", and the Trainer shards the model',
 }
+
+_USE_OR_FREEZE = "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer"
 
 Parallelize = Callable[[nn.Module, DeviceMesh], None]
 """A function that distributes a model in place over a mesh with the dimensions replicate, shard and tensor."""
@@ -275,8 +317,8 @@ class Strategy(ABC):
     shards: bool = False
     """Whether each rank's optimizer holds only a part of the trained parameters."""
     divides_weights: bool = False
-    """Whether each rank holds only a part of the weights, so that passes contain collectives and `model_state` returns
-    pieces."""
+    """Whether each rank holds only a part of the weights: passes, also those of evaluations, contain collectives, and
+    `model_state` returns pieces."""
     replaces_parameters: bool = False
     """Whether `setup` replaces the model's parameters, so that the optimizer must be created after it."""
     parameters_on_host: bool = False
@@ -311,11 +353,11 @@ class Strategy(ABC):
     def check(self, model: nn.Module) -> None:
         """Raise `ConfigError` for a model that the strategy cannot distribute. Not a collective."""
         for name, module in model.named_modules():
-            wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
-            if wrapper is not None:
-                what = f"the module {name} of the model" if name else "the model"
-                raise ConfigError(f"{what} is wrapped in {wrapper}", _WRAPPERS[wrapper])
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+            for kind in type(module).__mro__:
+                if kind.__name__ in _WRAPPERS:
+                    what = f"the module {name} of the model" if name else "the model"
+                    raise ConfigError(f"{what} is wrapped in {kind.__name__}", _WRAPPERS[kind.__name__])
+        if not trained(model.parameters()):
             raise ConfigError(
                 f"the model {type(model).__name__} has no parameter that requires grad: there is nothing to train",
                 "set requires_grad=True on the parameters to train",
@@ -334,10 +376,18 @@ class Strategy(ABC):
                 "set micro_batch_size to a number",
             )
 
+    def _check_own_gpus(self, problem: str) -> None:
+        """Raise `ConfigError` if several ranks share a GPU. `problem`: what cannot share GPUs, and why."""
+        if self.config.share_gpus and self.world.device.type == "cuda":
+            raise ConfigError(
+                f"parallel.share_gpus is not supported with {problem}",
+                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
+            )
+
     def setup(self, model: nn.Module) -> None:
         """Move the model to its devices, with the same values on all ranks. Called again after `abandon_step`."""
         self.model = model
-        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.parameters = trained(model.parameters())
         self._place(model)
 
     def _place(self, model: nn.Module) -> None:
@@ -359,7 +409,7 @@ class Strategy(ABC):
 
     def _of_update(self, parameters: Sequence[nn.Parameter]) -> "Self":
         strategy = copy(self)
-        strategy.parameters = tuple(parameter for parameter in parameters if parameter.requires_grad)
+        strategy.parameters = trained(parameters)
         strategy._trained = list(strategy.parameters)
         return strategy
 
@@ -399,6 +449,13 @@ class Strategy(ABC):
     def end_step(self) -> None:
         """End a step, after the update and when gradients are None. Raises `LossError` if the reduction failed."""
 
+    def _check_gradients(self, missing: Collection[Tensor], problem: str, hint: str = _USE_OR_FREEZE) -> None:
+        """Raise `LossError` if parameters got no gradient. `problem`: the text after their names."""
+        if missing:
+            numbers = set(map(id, missing))
+            names = [name for number, name in self.parameter_names().items() if number in numbers]
+            raise LossError(f"{some(names)} {problem}", hint)
+
     @property
     def updated_parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that this rank's optimizer updates. Their gradients are this rank's part of the gradient."""
@@ -406,9 +463,7 @@ class Strategy(ABC):
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of all gradients together, the same scalar on all ranks."""
-        gradients = [parameter.grad for parameter in self.updated_parameters]
-        norm = nn.utils.get_total_norm([_values(gradient) for gradient in gradients if gradient is not None])
-        return norm.to(self.world.device)  # torch returns it on the device of the first gradient
+        return total_norm(self.updated_parameters, self.world.device)
 
     def grad_norms(self) -> Tensor:
         """The 2-norm of the whole gradient of each updated parameter, the same on all ranks; 0 for no gradient."""
@@ -495,7 +550,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients by a scalar that is on the device, without waiting for its value."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
+        gradient = parameter.grad
+        if gradient is not None:
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), group in by_kind.items():
         # In at least float32: a factor rounded to bfloat16 would be wrong by up to 0.4 %, equally in every gradient.
@@ -525,7 +581,9 @@ def _norm(gradient: Tensor) -> Tensor:
 
 def _values(gradient: Tensor) -> Tensor:
     """A gradient's values, for norms: torch has no norm for the sparse gradients of nn.Embedding(sparse=True)."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient.coalesce().values()
+    return gradient
 
 
 # --- Single rank ------------------------------------------------------------------------------------------------------

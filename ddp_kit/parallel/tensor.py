@@ -3,7 +3,6 @@
 Importing DTensors takes half a second, so modules that every run needs import this module where they need it.
 """
 
-import fnmatch
 from collections.abc import Mapping, Set
 from typing import Any, TypeGuard
 
@@ -20,7 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.errors import ConfigError, suggestion
+from ddp_kit.errors import ConfigError
+from ddp_kit.model.names import matching
 from ddp_kit.state_values import Piece
 from ddp_kit.texts import some
 
@@ -32,23 +32,29 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return isinstance(value, DTensor)
 
 
+def mesh_dimensions(value: Any) -> tuple[str, ...]:
+    """The names of the mesh dimensions of a DTensor; none for anything else."""
+    if not isinstance(value, DTensor):
+        return ()
+    return value.device_mesh.mesh_dim_names or ()
+
+
 def is_divided(value: Any, dimension: str) -> bool:
     """Whether a value is a DTensor that is divided among the ranks along this mesh dimension."""
-    if not isinstance(value, DTensor):
-        return False
-    names = value.device_mesh.mesh_dim_names or ()
+    names = mesh_dimensions(value)
     return dimension in names and hasattr(value.placements[names.index(dimension)], "dim")
 
 
 @torch.no_grad()
 def local_tensor(value: Any) -> Tensor:
     """This rank's part of a DTensor, sharing memory with it; any other tensor is returned unchanged."""
-    local: Tensor = value.to_local() if isinstance(value, DTensor) else value
-    return local
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return value  # type: ignore[no-any-return]
 
 
-def reduced_gradient(gradient: Any, parameter: Any) -> Tensor:
-    """This rank's part of a gradient. A gradient that the backward pass has left unreduced is reduced first.
+def reduced_gradient(gradient: Any, parameter: Any) -> Any:
+    """This rank's part of a gradient, if any. A gradient that the backward pass has left unreduced is reduced first.
 
     A collective of the ranks that share the DTensor.
     """
@@ -61,7 +67,9 @@ def piece_of_dtensor(value: Any) -> Piece | None:
     """The part of a DTensor that this rank holds; None for anything else."""
     if not isinstance(value, DTensor):
         return None
-    mesh, offsets, sizes = value.device_mesh, [0] * value.ndim, list(value.shape)
+    mesh = value.device_mesh
+    offsets = [0] * value.ndim
+    sizes = list(value.shape)
     # Tensor parallelism divided the tensor first, and FSDP then divided each rank's part, both as torch.chunk does.
     for number in reversed(range(mesh.ndim)):
         dimension = getattr(value.placements[number], "dim", None)
@@ -73,6 +81,12 @@ def piece_of_dtensor(value: Any) -> Piece | None:
     local = local_tensor(value.detach())
     assert list(local.shape) == sizes, f"{value.placements} is not divided as expected"
     return Piece(local, tuple(value.shape), tuple(offsets))
+
+
+def pieces_of_dtensors(model: nn.Module) -> dict[nn.Parameter, Piece]:
+    """The pieces of a model's parameters that are DTensors."""
+    pieces = {parameter: piece_of_dtensor(parameter) for parameter in model.parameters()}
+    return {parameter: piece for parameter, piece in pieces.items() if piece is not None}
 
 
 # --- Plan -------------------------------------------------------------------------------------------------------------
@@ -87,16 +101,10 @@ def tensor_plan(model: nn.Module, config: ParallelConfig) -> dict[str, str]:
     Raises `ConfigError` if there is no plan, or if the model does not match it.
     """
     modules = dict(model.named_modules())
-    patterns = _plan_of_model(model) if config.tensor_plan == "auto" else config.tensor_plan
+    patterns: Mapping[str, str] = config.tensor_plan if config.tensor_plan != "auto" else _plan_of_model(model)
     plan: dict[str, str] = {}  # module name -> kind
     for pattern, kind in patterns.items():
-        names = fnmatch.filter(modules, pattern)
-        if not names:
-            raise ConfigError(
-                f"parallel.tensor_plan names {pattern!r}, but the model {type(model).__name__} has no such module",
-                suggestion(pattern, [module for module in modules if module], "modules"),
-            )
-        plan |= dict.fromkeys(names, kind)
+        plan |= dict.fromkeys(matching(pattern, modules, model, "parallel.tensor_plan"), kind)
     users: dict[nn.Parameter, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
@@ -118,12 +126,12 @@ def _plan_of_model(model: nn.Module) -> Mapping[str, str]:
         plan = getattr(model, attribute, None)
         if isinstance(plan, Mapping) and plan:
             unknown = {name: kind for name, kind in plan.items() if kind not in _KINDS}
-            if not unknown:
-                return {name: _KINDS[kind] for name, kind in plan.items()}
-            raise ConfigError(
-                f"the tensor-parallel plan of {type(model).__name__} has unsupported kinds of layers: {unknown}",
-                "set parallel.tensor_plan to a plan with the kinds 'column', 'row' and 'sequence'",
-            )
+            if unknown:
+                raise ConfigError(
+                    f"the tensor-parallel plan of {type(model).__name__} has unsupported kinds of layers: {unknown}",
+                    "set parallel.tensor_plan to a plan with the kinds 'column', 'row' and 'sequence'",
+                )
+            return {name: _KINDS[kind] for name, kind in plan.items()}
     raise ConfigError(
         f"parallel.tensor needs a plan of the layers to split, but {type(model).__name__} does not define one",
         'set parallel.tensor_plan, such as {"blocks.*.qkv": "column", "blocks.*.proj": "row"}',
@@ -134,14 +142,15 @@ def _check_layer(name: str, layer: nn.Module, kind: str, ranks: int) -> None:
     if kind == "sequence":
         return
     if isinstance(layer, nn.Linear):
-        width, what = (layer.out_features, "outputs") if kind == "column" else (layer.in_features, "inputs")
+        widths = {"column": (layer.out_features, "outputs"), "row": (layer.in_features, "inputs")}
     elif isinstance(layer, nn.Embedding):
-        width, what = (layer.embedding_dim, "columns") if kind == "column" else (layer.num_embeddings, "rows")
+        widths = {"column": (layer.embedding_dim, "columns"), "row": (layer.num_embeddings, "rows")}
     else:
         raise ConfigError(
             f"parallel.tensor_plan splits {name} ({kind!r}), but a {type(layer).__name__} cannot be split",
             "name only Linear and Embedding modules",
         )
+    width, what = widths[kind]
     if width % ranks:
         raise ConfigError(
             f"{name} has {width} {what}, which is not divisible by parallel.tensor={ranks}",
@@ -155,7 +164,8 @@ def split_dimensions(model: nn.Module, config: ParallelConfig) -> dict[nn.Parame
 
     Raises `ConfigError` like `tensor_plan`.
     """
-    modules, dimensions = dict(model.named_modules()), {}
+    modules = dict(model.named_modules())
+    dimensions: dict[nn.Parameter, int] = {}
     for name, kind in tensor_plan(model, config).items():
         if kind == "sequence":
             continue
@@ -163,10 +173,10 @@ def split_dimensions(model: nn.Module, config: ParallelConfig) -> dict[nn.Parame
         # A Linear's weight is [outputs, inputs], an Embedding's [rows, columns].
         first = (kind == "column") == isinstance(layer, nn.Linear)
         for short_name, parameter in layer.named_parameters(recurse=False):
-            if short_name == "weight":
-                dimensions[parameter] = 0 if first else 1
-            elif first:  # a bias belongs to the outputs
+            if first:  # a bias belongs to the outputs
                 dimensions[parameter] = 0
+            elif short_name == "weight":
+                dimensions[parameter] = 1
     return dimensions
 
 
@@ -208,11 +218,12 @@ def _style(layer: nn.Module, kind: str, *, paired: bool, sequence: bool) -> Para
     whether activations between pairs of layers are split along the sequence dimension.
     """
     between: Any = Shard(_TOKENS) if sequence else Replicate()
-    embedding = isinstance(layer, nn.Embedding)
     if kind == "sequence":
         return SequenceParallel(sequence_dim=_TOKENS, use_local_output=True)
-    if kind == "row":
-        return RowwiseParallel(input_layouts=Replicate() if embedding else Shard(-1), output_layouts=between)
-    if embedding:
+    if isinstance(layer, nn.Embedding):
+        if kind == "row":
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
         return ColwiseParallel(output_layouts=between)
+    if kind == "row":
+        return RowwiseParallel(input_layouts=Shard(-1), output_layouts=between)
     return ColwiseParallel(input_layouts=between, output_layouts=Shard(-1) if paired else Replicate())

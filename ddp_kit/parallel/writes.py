@@ -13,18 +13,14 @@ from torch import Tensor, nn
 
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.model.names import trained_embeddings
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import memory_of, version_of
 
 
 def check_no_max_norm(model: nn.Module) -> None:
     """Raise `ConfigError` for trained embeddings with `max_norm`: each rank would limit the rows of its own samples."""
-    embeddings = [
-        (name or "the model", layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.requires_grad
-    ]
-    limited = [name for name, layer in embeddings if layer.max_norm is not None]
+    limited = [name for name, layer in trained_embeddings(model).items() if layer.max_norm is not None]
     if limited:
         raise ConfigError(
             f"embeddings with max_norm are not supported with several ranks: {some(limited)}. Their forward pass "
@@ -52,18 +48,19 @@ class WriteCheck:
         """Note the versions of the weights, in the order of the names; the first time also their values."""
         self._weights = weights
         self._versions = [version_of(weight) for weight in weights]
-        self._sums = self._checksums() if self._is_first else None
+        if self._is_first:
+            self._sums = self._checksums()
 
     def end(self) -> None:
         """Raise `LossError` if a weight was written since `begin`. Waits for the device only the first time."""
-        weights, before = self._weights, self._versions
-        self._weights = ()
-        written = [version_of(weight) != version for weight, version in zip(weights, before, strict=True)]
+        pairs = zip(self._weights, self._versions, strict=True)
+        written = [version_of(weight) != version for weight, version in pairs]
         if self._sums is not None:
-            self._weights = weights
             changed = (self._checksums() != self._sums).tolist()
             written = [one or other for one, other in zip(written, changed, strict=True)]
-            self._weights, self._sums, self._is_first = (), None, False
+            self._sums = None
+            self._is_first = False
+        self._weights = ()
         if any(written):
             names = [name for name, is_written in zip(self._names, written, strict=True) if is_written]
             raise LossError(
@@ -74,5 +71,7 @@ class WriteCheck:
             )
 
     def _checksums(self) -> Tensor:
+        if not self._weights:
+            return torch.zeros(0)
         sums = [bits([memory_of(weight.detach())]) for weight in self._weights]
-        return torch.stack([each.to(sums[0].device) for each in sums]) if sums else torch.zeros(0)
+        return torch.stack([each.to(sums[0].device) for each in sums])

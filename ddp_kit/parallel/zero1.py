@@ -20,7 +20,7 @@ from ddp_kit.distributed.barrier import wait_for_all
 from ddp_kit.distributed.world import World
 from ddp_kit.parallel.ddp import DdpStrategy
 from ddp_kit.parallel.shards import Shards, check_dense_gradients
-from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy
+from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, total_norm
 from ddp_kit.parallel.writes import WriteCheck
 from ddp_kit.state_values import Piece
 from ddp_kit.torch_internals import gather_ranges, version_of
@@ -64,14 +64,14 @@ class Zero1Strategy(DdpStrategy):
         if self._flat:  # called again: the optimizer still holds the first shards
             return
         self._scalars = [parameter for parameter in self.parameters if parameter.ndim == 0]
-        trained: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.ndim > 0:
-                trained.setdefault(parameter.dtype, []).append((name, parameter))
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            if parameter.ndim > 0:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
         pieces: dict[nn.Parameter, Piece] = {}
-        for dtype, named in trained.items():
-            pieces |= self._flattened(dtype, [parameter for _, parameter in named])
-        names = {parameter: name for named in trained.values() for name, parameter in named}
+        for dtype, parameters in by_dtype.items():
+            pieces |= self._flattened(dtype, parameters)
+        names = {parameter: name for name, parameter in model.named_parameters()}
         self._shards = Shards(pieces, names)
         self._writes = WriteCheck([names[whole] for whole, _ in self._shards.trained], "ZeRO-1")
         self._versions = self._current_versions()
@@ -79,10 +79,12 @@ class Zero1Strategy(DdpStrategy):
     @torch.no_grad()
     def _flattened(self, dtype: torch.dtype, parameters: list[nn.Parameter]) -> dict[nn.Parameter, Piece]:
         """Move parameters into one flat tensor. Returns the piece of each parameter that is in this rank's range."""
-        ranks, device = self.world.world_size, self.world.device
+        ranks = self.world.world_size
         share = -(-sum(parameter.numel() for parameter in parameters) // ranks)
-        values = torch.zeros(share * ranks, dtype=dtype, device=device)
-        first, pieces, at = share * self.world.rank, {}, 0
+        values = torch.zeros(share * ranks, dtype=dtype, device=self.world.device)
+        first = share * self.world.rank
+        pieces: dict[nn.Parameter, Piece] = {}
+        at = 0
         for parameter in parameters:
             view = values[at : at + parameter.numel()]
             view.copy_(parameter.reshape(-1))
@@ -107,21 +109,23 @@ class Zero1Strategy(DdpStrategy):
         self._writes.end()
         super().finish_reduction()
         for whole, shard in self._shards.trained:
-            piece = self._shards.pieces[id(shard)]
-            begin = piece.offsets[0]
-            shard.grad = None if whole.grad is None else whole.grad.view(-1)[begin : begin + shard.numel()]
+            begin = self._shards.pieces[id(shard)].offsets[0]
+            shard.grad = None
+            if whole.grad is not None:
+                shard.grad = whole.grad.view(-1)[begin : begin + shard.numel()]
 
     @property
     def updated_parameters(self) -> list[nn.Parameter]:
         return [*(shard for _, shard in self._shards.trained), *self._scalars]
 
     def grad_norm(self) -> Tensor:
-        sharded = [shard.grad for _, shard in self._shards.trained if shard.grad is not None]
-        square = nn.utils.get_total_norm(sharded).to(self.world.device).square()
+        square = total_norm((shard for _, shard in self._shards.trained), self.world.device).square()
         dist.all_reduce(square)
         norm = square.sqrt()
         scalars = [parameter.grad for parameter in self._scalars if parameter.grad is not None]  # the same on all ranks
-        return nn.utils.get_total_norm([norm, *scalars]) if scalars else norm
+        if not scalars:
+            return norm
+        return nn.utils.get_total_norm([norm, *scalars])
 
     def grad_norms(self) -> Tensor:
         squares = super().grad_norms().square()

@@ -34,6 +34,8 @@ from ddp_kit.rehearsal.lines import (
     Recording,
     read_attempts,
 )
+from ddp_kit.terminal import Terminal
+from ddp_kit.texts import plural
 
 _RUN = "{run}"
 _LAUNCH = child_code("from ddp_kit.cli.main import entry", "entry(['launch', *sys.argv[2:]])")
@@ -115,13 +117,20 @@ class Result:
     note: str = ""
 
 
-def run(
-    argv: Sequence[str], env: Mapping[str, str], print_text: Callable[[str], None], report: Callable[[str], None]
-) -> int:
-    """Run the rehearsal and print one line per disturbance. `report`: prints a message about the progress."""
-    settings, flags, words = _parse(argv, env)
+def run(argv: Sequence[str], terminal: Terminal) -> int:
+    """Run the rehearsal, print one line per disturbance, and return the exit code."""
+    try:
+        return _rehearse(argv, terminal)
+    except RehearsalError as error:
+        terminal.print_message(f"error: {error}")
+        return ExitCode.BROKEN
+
+
+def _rehearse(argv: Sequence[str], terminal: Terminal) -> int:
+    print_text, report = terminal.print_text, terminal.print_message
+    settings, flags, words = _parse(argv, terminal.env)
     with _folder(keep=settings.keep, report=report) as folder:
-        rehearsal = _Rehearsal(settings, _Command(flags, words, env, folder, settings.step_timeout, report))
+        rehearsal = _Rehearsal(settings, _Command(flags, words, terminal.env, folder, settings.step_timeout, report))
         try:
             results = rehearsal.results()
         finally:
@@ -171,6 +180,7 @@ def _parse(
         raise UsageError(
             f"--ranks {settings.ranks} is not a list of different numbers", "use numbers of ranks, such as --ranks 2,3"
         )
+    settings.ranks = [int(text) for text in ranks]
     if not settings.step_timeout > 0:
         raise UsageError(f"--step-timeout {settings.step_timeout:g} is no time", "use seconds, such as 300")
     for name in ("max_restarts", "keep_warm"):
@@ -200,7 +210,9 @@ class _Rehearsal:
 
     def __init__(self, settings: argparse.Namespace, command: "_Command") -> None:
         self.steps = settings.steps
-        self._ranks, self._command, self._script = settings.ranks, command, command.words[0]
+        self._ranks = settings.ranks
+        self._command = command
+        self._script = command.words[0]
         self._runs: list[_Run] = []
         self._noise: compare.Noise = {}
 
@@ -230,11 +242,11 @@ class _Rehearsal:
         results.append(self._compare(f"SIGTERM at step {at} and the same command again", stopped, first, ignored))
 
         noise = compare.loss_distance(first, second)
-        for ranks in [int(text) for text in self._ranks.split(",") if text]:
+        for ranks in self._ranks:
             moved = self._run(f"at-{ranks}-ranks")
             moved.launch(signal.SIGTERM, step=at)
             moved.launch(ranks=ranks)
-            title = f"SIGTERM at step {at} and the same command at {ranks} rank{'s' * (ranks > 1)}"
+            title = f"SIGTERM at step {at} and the same command at {plural(ranks, 'rank')}"
             results.append(self._compare(title, moved, first, ignored, noise=noise, ranks=ranks))
         return results
 
@@ -263,13 +275,13 @@ class _Rehearsal:
                 f"{self._script} fails without any disturbance, with exit code {end.code}:\n{end.last_lines}",
                 "fix this error first",
             )
-        recording = attempts[-1] if attempts else {}
-        steps = min((lines[-1].step if lines else 0 for lines in recording.values()), default=0)
-        if not recording:
+        if not attempts:
             raise UsageError(
                 f"the workers of {self._script} were not forked, so they are not watched",
                 "see the message of `ddpkit launch`, and move what prevents it behind `import torch`",
             )
+        recording = attempts[-1]
+        steps = min(lines[-1].step if lines else 0 for lines in recording.values())
         if not steps:
             raise UsageError(
                 f"{self._script} ended without a step of a torch.optim.Optimizer after a backward pass",
@@ -300,8 +312,10 @@ class _Rehearsal:
 
         The step is at two thirds, or three steps after the first save if that is later.
         """
+        at = 2 * self.steps // 3
         saved = compare.first_save(first)
-        at = max(2 * self.steps // 3, 0 if saved is None else min(saved + 3, self.steps - 2))
+        if saved is not None:
+            at = max(at, min(saved + 3, self.steps - 2))
         return at, max(first)
 
     def _result_of_undisturbed(self, noisy: Sequence[Difference], repeated: Difference | None) -> Result:
@@ -330,12 +344,15 @@ class _Rehearsal:
     ) -> Result:
         """Compare the last attempt of a disturbed run with the undisturbed run."""
         disturbed = made.folder / DISTURBED_FILE
+        end = made.ends[-1]
         if not disturbed.exists():
-            return Result(title, False, "the run ended before this step", cause=made.ends[-1].last_lines)
+            return Result(title, False, "the run ended before this step", cause=end.last_lines)
         attempts = [compare.without(each, self._noise) for each in read_attempts(made.folder) if all(each.values())]
-        if made.ends[-1].code:
-            summary = f"the resumed run fails with exit code {made.ends[-1].code}:\n{made.ends[-1].last_lines}"
-            cause = "the script cannot load its own checkpoint" if made.ends[-1].code != ExitCode.USAGE else ""
+        if end.code:
+            summary = f"the resumed run fails with exit code {end.code}:\n{end.last_lines}"
+            cause = "the script cannot load its own checkpoint"
+            if end.code == ExitCode.USAGE:
+                cause = ""
             return Result(title, False, summary, cause=cause)
         if len(attempts) < 2:
             return Result(title, False, "the resumed run ended without an optimizer step: it counts as finished")
@@ -346,7 +363,7 @@ class _Rehearsal:
         begin = compare.begins_at(first, resumed) if ranks is None else compare.begins_at_step(first, resumed)
         if begin is None:
             summary = "cannot be compared: nothing shows with which step the resumed run begins"
-            cause = CAUSES["weights"] if "weights" not in ignored else "the script is random by itself"
+            cause = "the script is random by itself" if "weights" in ignored else CAUSES["weights"]
             return Result(title, False, summary, cause=cause, note=note)
         if begin == 0 and not disturbed.read_text():
             summary = "not shown: the script had saved nothing, and starts again at step 1"
@@ -368,9 +385,11 @@ class _Rehearsal:
         if not found or (ranks is None and compare.is_harmless(found)):
             if found:
                 note = f"from step {found[0].step}: {compare.described(found)}; nothing that was compared depends on it"
-            how = "equal" if ranks is None else "equal within the tolerance for another number of ranks"
-            leaves_out = ignored or any(names for field, names in self._noise.items() if field != "random")
-            how += " in what is not random by itself" * bool(leaves_out)
+            how = "equal"
+            if ranks is not None:
+                how += " within the tolerance for another number of ranks"
+            if ignored or any(names for field, names in self._noise.items() if field != "random"):
+                how += " in what is not random by itself"
             return Result(title, True, f"{how} ({where})", tuple(found), note=note)
         summary = f"differs from step {found[0].step}: {compare.described(found)} ({where})"
         cause = "; ".join(CAUSES[each.kind] for each in compare.origins(found))
@@ -408,7 +427,9 @@ class _Run:
         self.name = f"rehearsal-{command.token}-{title}"
         self.folder = command.folder / title
         self.ends: list[_End] = []
-        self._command, self._title, self._steps = command, title, steps
+        self._command = command
+        self._title = title
+        self._steps = steps
         script, *arguments = command.words
         self._words = [script, *(word.replace(_RUN, self.name) for word in arguments)]
         self._env = {**command.env, **{name: value.format(folder=self.folder) for name, value in OFFLINE.items()}}
@@ -421,13 +442,18 @@ class _Run:
         self, disturbance: int = 0, step: int = 0, rank: int = 0, max_restarts: int = 0, ranks: int | None = None
     ) -> _End:
         """Launch the script, and wait for its end. `disturbance`: a signal. `ranks`: another number of ranks."""
-        again = bool(self.ends)
         command = self._command
-        command.report(f"running {self._words[0]}: {self._title}{', the same command again' if again else ''} ...")
-        resumed_steps = self._steps - self._steps // 3
+        title = self._title
+        steps = self._steps
+        resumed_steps = steps - steps // 3
+        again = bool(self.ends)
+        if again:
+            title += ", the same command again"
+            steps = resumed_steps
+        command.report(f"running {self._words[0]}: {title} ...")
         Instructions(
             launch=len(self.ends),
-            steps=resumed_steps if again else self._steps,
+            steps=steps,
             steps_after_restart=resumed_steps,
             folders=(str(self.folder / "checkpoints"), *map(str, self.own_paths)),
             began=command.began,
@@ -484,7 +510,8 @@ class _Run:
         """Raise `UsageError` if the script was ended before it changed or saved a file outside of the run's folders."""
         if not (self.folder / ELSEWHERE_FILE).exists():
             return
-        script, path = self._words[0], (self.folder / ELSEWHERE_FILE).read_text()
+        script = self._words[0]
+        path = (self.folder / ELSEWHERE_FILE).read_text()
         if moved := [*_paths(path, self.name)]:
             self.own_paths.update(moved)
             raise UsageError(
@@ -514,7 +541,8 @@ class _Run:
                 return False
             now = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
             if now != sizes:
-                sizes, since = now, time.monotonic()
+                sizes = now
+                since = time.monotonic()
             if time.monotonic() - since > self._command.step_timeout:
                 return True
 

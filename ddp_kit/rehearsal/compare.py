@@ -3,10 +3,12 @@
 Pure functions over the lines of `lines.py`.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isnan
 from typing import Any
 
 from ddp_kit.rehearsal.lines import Line, Recording
@@ -28,7 +30,8 @@ class Difference:
         """The difference, with its ranks."""
         if not self.ranks:
             return self.text
-        return f"{self.text} (rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))})"
+        word = "rank" if len(self.ranks) == 1 else "ranks"
+        return f"{self.text} ({word} {', '.join(map(str, self.ranks))})"
 
 
 CAUSES = {
@@ -66,14 +69,14 @@ def begins_at(reference: Recording, resumed: Recording) -> int | None:
     step, that one counts: the weights may have been saved at another moment, or not been loaded.
     """
     evidence = {name: _matching(reference, resumed, value) for name, value in _EVIDENCE.items()}
+    weights = evidence.pop("weights")
 
     def score(index: int) -> tuple[int, int]:
         """How much evidence besides the weights there is for a line; of several, the latest one counts."""
-        return sum(index in matching for name, matching in evidence.items() if name != "weights"), index
+        return sum(index in matching for matching in evidence.values()), index
 
-    matching = evidence["weights"] or evidence["optimizer"] or {index for found in evidence.values() for index in found}
-    best = max(matching, key=score, default=None)
-    if best is None or not evidence["weights"]:
+    best = max(weights or evidence["optimizer"] or set().union(*evidence.values()), key=score, default=None)
+    if best is None or not weights:
         return best
     others = (best, best + 1, *evidence["optimizer"])
     return max(others, key=lambda index: (score(index)[0], index == best))
@@ -94,11 +97,177 @@ def _matching(reference: Recording, resumed: Recording, value: Callable[[Line], 
     """Indices of the lines of the undisturbed run that most ranks' first lines are equal to, in one value."""
     votes: Counter[int] = Counter()
     for rank, lines in resumed.items():
-        first = value(lines[0]) if lines else None
-        if first:
+        if lines and (first := value(lines[0])):
             votes.update(index for index, line in enumerate(reference.get(rank, ())) if value(line) == first)
     most = max(votes.values(), default=0)
     return {index for index, count in votes.items() if count == most}
+
+
+# --- Kinds of differences ---------------------------------------------------------------------------------------------
+
+
+_RATES = ("lr", "initial_lr")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A step whose facts of one kind are not those of the undisturbed run."""
+
+    facts: Mapping[Any, tuple[Any, Any]]
+    """The values that differ, in the undisturbed run and now, by name."""
+    expected: Line
+    line: Line
+    undisturbed: Sequence[Line]
+    """All steps of the undisturbed run."""
+
+
+def _change_text(before: Any, now: Any) -> str:
+    """Two numbers, or the first ones that differ in two sequences, as text."""
+    if isinstance(before, Sequence):
+        pairs = [(a, b) for a, b in zip(before, now, strict=False) if a != b]
+        before, now = pairs[0] if pairs else (len(before), len(now))
+    text = f"{before:g} -> {now:g}"
+    return text if f"{before:g}" != f"{now:g}" else f"{before!r} -> {now!r}"
+
+
+def _named_changes(change: _Change) -> str:
+    return ", ".join(f"{name} {_change_text(before, now)}" for name, (before, now) in change.facts.items())
+
+
+def _weights(change: _Change) -> str:
+    lines = [line for line in change.undisturbed if line.optimizer == change.expected.optimizer]
+    weights = change.line.weights
+    for line in lines:
+        if line.weights == weights and line.step == 1:
+            return "the weights are the initial ones"
+        if line.weights == weights:
+            return f"the weights are those of step {line.step}"
+    if len(weights) != len(change.expected.weights):
+        return f"the optimizer has {len(weights)} tensors instead of {len(change.expected.weights)}"
+    names = dict(enumerate(lines[0].parameters))
+    text = f"the weights: {len(change.facts)} of {len(weights)} tensors"
+    if first := names.get(min(change.facts)):
+        text += f", first {first}"
+    return text
+
+
+def _optimizer(change: _Change) -> str:
+    if not change.line.state:
+        return f"the optimizer's state is empty ({', '.join(change.facts)} missing)"
+    return f"the optimizer's state ({', '.join(change.facts)})"
+
+
+def _scalers(line: Line) -> dict[tuple[int, str], float]:
+    """The states of the gradient scalers by number and name."""
+    return {(number, name): value for number, scaler in enumerate(line.scalers) for name, value in scaler.items()}
+
+
+def _scaler(change: _Change) -> str:
+    (_, name), values = next(iter(change.facts.items()))
+    return f"gradient scaler: {name.strip('_').replace('_', ' ')} {_change_text(*values)}"
+
+
+def _samples(change: _Change) -> str:
+    ((before, now),) = change.facts.values()
+    for line in change.undisturbed:
+        if now and now[0] in _checksums(line) and line.step != change.expected.step:
+            if line.step == 1:
+                return "the samples start again, with those of step 1"
+            return f"the samples are those of step {line.step}" + ", where the epoch begins" * bool(line.epochs)
+    if len(before) != len(now):
+        return f"batches per step {len(before)} -> {len(now)}"
+    return "the samples are other ones"
+
+
+def _checksums(line: Line) -> list[str]:
+    return [whole for _, _, whole in line.batches]
+
+
+def _random(change: _Change) -> str:
+    return f"the random state of {' and '.join(change.facts)}"
+
+
+def _buffers(change: _Change) -> str:
+    first, *others = change.facts
+    return f"buffers {first} and {len(others)} more" if others else f"buffer {first}"
+
+
+def _copies(change: _Change) -> str:
+    first, *others = change.facts
+    text = f"copy of the model: {first}"
+    return f"{text} and {len(others)} more tensors" if others else text
+
+
+def _has_lost(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Whether tensors of the undisturbed run are missing among those with this name."""
+    return bool(Counter(before) - Counter(now))
+
+
+def _losses_differ(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether two equally long sequences differ. NaN is equal to NaN."""
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and any(a != b and (a == a or b == b) for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How one kind of difference is found and described."""
+
+    facts: Callable[[Line], Mapping[Any, Any]]
+    """Values of a step that are compared, by name."""
+    sentence: Callable[[_Change], str] = _named_changes
+    differ: Callable[[Any, Any], bool] = operator.ne
+    in_both: bool = False
+    """Whether only values that both runs have are compared."""
+    lasts: bool = False
+    """Whether a value has to differ in the next step too."""
+
+    def changed(self, expected: Line, line: Line) -> dict[Any, tuple[Any, Any]]:
+        """The values that differ, in the undisturbed run and now, by name."""
+        before = self.facts(expected)
+        now = self.facts(line)
+        names = [name for name in before if name in now] if self.in_both else {**before, **now}
+        pairs = {name: (before.get(name, ()), now.get(name, ())) for name in names}
+        return {name: pair for name, pair in pairs.items() if self.differ(*pair)}
+
+
+_KINDS = {
+    "weights": _Kind(lambda line: dict(enumerate(line.weights)), _weights),
+    "optimizer": _Kind(lambda line: line.state, _optimizer),
+    "learning rate": _Kind(lambda line: {"learning rate": line.settings.get("lr", ())}),
+    "settings": _Kind(lambda line: {name: line.settings[name] for name in line.settings if name not in _RATES}),
+    "scaler": _Kind(_scalers, _scaler, in_both=True),
+    "passes": _Kind(lambda line: {"backward passes per step": len(line.losses)}),
+    "samples": _Kind(lambda line: {"batches": _checksums(line)}, _samples),
+    "random": _Kind(lambda line: line.random, _random, in_both=True),
+    "buffers": _Kind(lambda line: line.buffers, _buffers, _has_lost, in_both=True),
+    # A dict that is there for a moment, such as a checkpoint that was loaded, is not a part of the run.
+    "copies": _Kind(lambda line: line.copies, _copies, _has_lost, in_both=True, lasts=True),
+    "loss": _Kind(lambda line: {"loss": line.losses}, differ=_losses_differ),
+}
+
+
+_FOLLOWS_FROM = {
+    "samples": {"passes"},
+    "random": {"passes"},
+    "buffers": {"weights", "passes", "samples", "random"},
+    "copies": {"weights"},
+    "loss": CAUSES.keys() - {"loss"},
+    "mean loss": CAUSES.keys() - {"mean loss"},
+}
+"""Kinds that follow at once from others."""
+
+
+def origins(found: Sequence[Difference]) -> list[Difference]:
+    """The differences at the first step, without those that follow from others."""
+    now = [each for each in found if each.step == found[0].step]
+    kinds = {each.kind for each in now}
+    return [each for each in now if kinds.isdisjoint(_FOLLOWS_FROM.get(each.kind, ()))]
+
+
+def described(found: Sequence[Difference]) -> str:
+    """The differences at the first step, as text."""
+    return "; ".join(each.description for each in origins(found))
 
 
 # --- What differs -----------------------------------------------------------------------------------------------------
@@ -111,21 +280,46 @@ def differences(
 
     `begin`: the result of `begins_at`; `ignored`: kinds that differ between two undisturbed runs.
     """
-    found: dict[str, Difference] = {}
-    for rank, lines in resumed.items():
-        expected = reference.get(rank, [])
-        for index in range(begin, min(len(expected), begin + len(lines))):
-            pair, step = _Pair(expected, index, lines, index - begin), expected[index].step
-            for kind in _KINDS.keys() - ignored:
-                if not (text := _KINDS[kind](pair)):
-                    continue
-                earlier = found.get(kind)
-                if earlier is None or step < earlier.step:
-                    found[kind] = Difference(kind, step, text, (rank,))
-                elif step == earlier.step and rank not in earlier.ranks:
-                    found[kind] = replace(earlier, ranks=(*earlier.ranks, rank))
-    everyone = tuple(sorted(resumed))
-    return _in_order(replace(each, ranks=() if each.ranks == everyone else each.ranks) for each in found.values())
+    found = []
+    for name in _KINDS.keys() - ignored:
+        kind = _KINDS[name]
+        by_rank = {rank: _first_change(kind, reference.get(rank, ()), begin, lines) for rank, lines in resumed.items()}
+        changes = {rank: change for rank, change in by_rank.items() if change is not None}
+        if changes:
+            earliest = min(changes.values(), key=lambda change: change.expected.step)
+            step = earliest.expected.step
+            ranks = tuple(rank for rank, change in changes.items() if change.expected.step == step)
+            if len(ranks) == len(resumed):
+                ranks = ()
+            found.append(Difference(name, step, kind.sentence(earliest), ranks))
+    return _in_order(found)
+
+
+def _first_change(kind: _Kind, undisturbed: Sequence[Line], begin: int, lines: Sequence[Line]) -> _Change | None:
+    """The first change of one kind on one rank."""
+    pairs = list(zip(undisturbed[begin:], lines, strict=False))
+    if pairs:
+        pairs[0] = _without_skipped(*pairs[0])
+    for pair, next_pair in zip(pairs, [*pairs[1:], *pairs[-1:]], strict=True):
+        changed = kind.changed(*pair)
+        if changed and kind.lasts:
+            later = kind.changed(*next_pair)
+            changed = {name: values for name, values in changed.items() if name in later}
+        if changed:
+            return _Change(changed, *pair, undisturbed)
+    return None
+
+
+def _without_skipped(expected: Line, line: Line) -> tuple[Line, Line]:
+    """The first step of an attempt and the expected one, with the last batches that both have.
+
+    A resumed script may first draw the batches that are done, draw one batch ahead, or make trial passes.
+    """
+    size = min(len(expected.batches), len(line.batches))
+    losses = line.losses[-len(expected.losses) :]
+    batches = line.batches[len(line.batches) - size :]
+    expected_batches = expected.batches[len(expected.batches) - size :]
+    return replace(expected, batches=expected_batches), replace(line, batches=batches, losses=losses)
 
 
 def _in_order(found: Iterable[Difference]) -> list[Difference]:
@@ -144,7 +338,8 @@ def noise(first: Recording, second: Recording) -> Noise:
     for rank, lines in first.items():
         for line, other in zip(lines, second.get(rank, ()), strict=False):
             for field, found in names.items():
-                before, now = getattr(line, field), getattr(other, field)
+                before = getattr(line, field)
+                now = getattr(other, field)
                 found.update(name for name in before if name in now and before[name] != now[name])
     return names
 
@@ -199,184 +394,6 @@ def repeated_epoch(run: Recording) -> Difference | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A line of a run, and the line of the undisturbed run that it should be equal to."""
-
-    expected_lines: Sequence[Line]
-    index: int
-    lines: Sequence[Line]
-    """The lines of the attempt."""
-    number: int = 0
-    """Index of the line in the attempt."""
-
-    @property
-    def expected(self) -> Line:
-        return self.expected_lines[self.index]
-
-    @property
-    def line(self) -> Line:
-        return self.lines[self.number]
-
-
-def _weights(pair: _Pair) -> str:
-    before, now = pair.expected.weights, pair.line.weights
-    if before == now:
-        return ""
-    for line in pair.expected_lines:
-        if line.weights == now and line.optimizer == pair.expected.optimizer:
-            return f"the weights are those of step {line.step}" if line.step > 1 else "the weights are the initial ones"
-    names = next((line.parameters for line in pair.expected_lines if line.optimizer == pair.expected.optimizer), ())
-    numbers = [number for number, (a, b) in enumerate(zip(before, now, strict=False)) if a != b]
-    first = names[numbers[0]] if numbers and numbers[0] < len(names) else ""
-    if len(before) != len(now) or not numbers:
-        return f"the optimizer has {len(now)} tensors instead of {len(before)}"
-    return f"the weights: {len(numbers)} of {len(now)} tensors" + (f", first {first}" if first else "")
-
-
-def _optimizer(pair: _Pair) -> str:
-    before, now = pair.expected.state, pair.line.state
-    if before == now:
-        return ""
-    if not now:
-        return f"the optimizer's state is empty ({', '.join(before)} missing)"
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return f"the optimizer's state ({', '.join(names)})"
-
-
-def _changes(before: Sequence[float], now: Sequence[float]) -> str:
-    a, b = next(((a, b) for a, b in zip(before, now, strict=False) if a != b), (len(before), len(now)))
-    short_a, short_b = f"{a:g}", f"{b:g}"
-    return f"{short_a} -> {short_b}" if short_a != short_b else f"{a!r} -> {b!r}"
-
-
-def _learning_rate(pair: _Pair) -> str:
-    before, now = pair.expected.settings.get("lr", ()), pair.line.settings.get("lr", ())
-    return f"learning rate {_changes(before, now)}" if before != now else ""
-
-
-def _settings(pair: _Pair) -> str:
-    before, now = pair.expected.settings, pair.line.settings
-    texts = [
-        f"{name} {_changes(before.get(name, ()), now.get(name, ()))}"
-        for name in {**before, **now}
-        if name not in ("lr", "initial_lr") and before.get(name) != now.get(name)
-    ]
-    return ", ".join(texts)
-
-
-def _scaler(pair: _Pair) -> str:
-    for before, now in zip(pair.expected.scalers, pair.line.scalers, strict=False):
-        for name in before:
-            if before[name] != now.get(name):
-                what = name.strip("_").replace("_", " ")
-                return f"gradient scaler: {what} {_changes([before[name]], [now.get(name, 0.0)])}"
-    return ""
-
-
-def _passes(pair: _Pair) -> str:
-    before, now = len(pair.expected.losses), len(_losses(pair))
-    return f"backward passes per step {before} -> {now}" if before != now else ""
-
-
-def _losses(pair: _Pair) -> Sequence[float]:
-    """The losses of an attempt's step, without those of trial passes that a script makes when it starts."""
-    count = len(pair.expected.losses)
-    return pair.line.losses[-count:] if pair.number == 0 and count else pair.line.losses
-
-
-def _samples(pair: _Pair) -> str:
-    before = [whole for _, _, whole in pair.expected.batches]
-    now = [whole for _, _, whole in pair.line.batches]
-    if pair.number == 0:
-        # A resumed script may first draw the batches that are done, or one batch ahead.
-        size = min(len(before), len(now))
-        before, now = before[len(before) - size :], now[len(now) - size :]
-    if before == now:
-        return ""
-    for line in pair.expected_lines:
-        if now and now[0] in [whole for _, _, whole in line.batches] and line.step != pair.expected.step:
-            if line.step == 1:
-                return "the samples start again, with those of step 1"
-            return f"the samples are those of step {line.step}" + ", where the epoch begins" * bool(line.epochs)
-    if len(before) != len(now):
-        return f"batches per step {len(before)} -> {len(now)}"
-    return "the samples are other ones"
-
-
-def _random(pair: _Pair) -> str:
-    before, now = pair.expected.random, pair.line.random
-    names = [name for name in before if name in now and before[name] != now[name]]
-    return f"the random state of {' and '.join(names)}" if names else ""
-
-
-def _named(before: Mapping[str, Sequence[str]], now: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names of the tensors that both runs have, with other values."""
-    return [name for name in before if name in now and Counter(before[name]) - Counter(now[name])]
-
-
-def _buffers(pair: _Pair) -> str:
-    names = _named(pair.expected.buffers, pair.line.buffers)
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"buffer{'s' * (len(names) > 1)} {names[0]}{more}" if names else ""
-
-
-def _copies(pair: _Pair) -> str:
-    # A dict that is there for a moment, such as a checkpoint that was loaded, is not a part of the run.
-    both = list(zip(pair.expected_lines[pair.index :], pair.lines[pair.number :], strict=False))[:2]
-    differing = [set(_named(expected.copies, line.copies)) for expected, line in both]
-    names = [name for name in pair.expected.copies if all(name in each for each in differing)]
-    if not names:
-        return ""
-    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
-    return f"copy of the model: {names[0]}{more}"
-
-
-def _loss(pair: _Pair) -> str:
-    before, now = pair.expected.losses, _losses(pair)
-    if len(before) != len(now) or all(a == b or (a != a and b != b) for a, b in zip(before, now, strict=True)):
-        return ""
-    return f"loss {_changes(before, now)}"
-
-
-_KINDS: Mapping[str, Callable[[_Pair], str]] = {
-    "weights": _weights,
-    "optimizer": _optimizer,
-    "learning rate": _learning_rate,
-    "settings": _settings,
-    "scaler": _scaler,
-    "passes": _passes,
-    "samples": _samples,
-    "random": _random,
-    "buffers": _buffers,
-    "copies": _copies,
-    "loss": _loss,
-}
-
-
-_FOLLOWS_FROM = {
-    "samples": {"passes"},
-    "random": {"passes"},
-    "buffers": {"weights", "passes", "samples", "random"},
-    "copies": {"weights"},
-    "loss": set(CAUSES) - {"loss"},
-    "mean loss": set(CAUSES) - {"mean loss"},
-}
-"""Kinds that follow at once from others."""
-
-
-def origins(found: Sequence[Difference]) -> list[Difference]:
-    """The differences at the first step, without those that follow from others."""
-    now = [each for each in found if each.step == found[0].step]
-    kinds = {each.kind for each in now}
-    return [each for each in now if not _FOLLOWS_FROM.get(each.kind, set()) & kinds]
-
-
-def described(found: Sequence[Difference]) -> str:
-    """The differences at the first step, as text."""
-    return "; ".join(each.description for each in origins(found))
-
-
 # --- Another number of ranks ------------------------------------------------------------------------------------------
 
 LOSS_TOLERANCE = 1e-3
@@ -392,12 +409,11 @@ def begins_at_step(reference: Recording, resumed: Recording) -> int | None:
     """
     if not reference or not resumed.get(0):
         return None
-    lines, first = reference[0], resumed[0][0]
+    lines = reference[0]
+    first = resumed[0][0]
     exact = [index for index, line in enumerate(lines) if line.weights == first.weights]
-    if exact:
-        return exact[0]
     by_count = [index for index, line in enumerate(lines) if first.count is not None and line.count == first.count]
-    return by_count[0] if by_count else None
+    return min(exact or by_count, default=None)
 
 
 def differences_in_total(reference: Recording, resumed: Recording, begin: int, noise: float = 0.0) -> list[Difference]:
@@ -407,25 +423,38 @@ def differences_in_total(reference: Recording, resumed: Recording, begin: int, n
     tolerance, or within ten times the distance between two undisturbed runs (`noise`).
     """
     found: dict[str, Difference] = {}
-    for expected, lines in zip(_by_line(reference, begin), _by_line(_without_skipped(resumed)), strict=False):
-        first, line = expected[0], lines[0]
-        texts = {
-            "learning rate": _learning_rate(_Pair([first], 0, [line])),
-            "optimizer": f"the optimizer's state is empty ({', '.join(first.state)} missing)"
-            if first.state and not line.state
-            else "",
-            **_samples_in_total(expected, lines),
-        }
-        before, now = _mean_loss(expected), _mean_loss(lines)
-        if before is not None and now is not None and _distance(before, now) > max(LOSS_TOLERANCE, 10 * noise):
-            texts["mean loss"] = f"mean loss {_changes([before], [now])}"
-        same_size = first.numel == line.numel
-        if same_size and _distance(first.norm, line.norm) > max(NORM_TOLERANCE, 10 * noise):
-            texts["weights"] = f"the norm of the weights {_changes([first.norm], [line.norm])}"
-        for kind, text in texts.items():
-            if text and kind not in found:
-                found[kind] = Difference(kind, first.step, text)
+    attempt = {rank: _without_first_skipped(lines) for rank, lines in resumed.items()}
+    for expected, lines in zip(_by_line(reference, begin), _by_line(attempt), strict=False):
+        for kind, text in _differences_in_step(expected, lines, noise):
+            found.setdefault(kind, Difference(kind, expected[0].step, text))
     return _in_order(found.values())
+
+
+def _differences_in_step(expected: Sequence[Line], lines: Sequence[Line], noise: float) -> Iterator[tuple[str, str]]:
+    """Kind and text of each difference between the lines of all ranks in one step."""
+    first = expected[0]
+    line = lines[0]
+    rates = first.settings.get("lr", ())
+    rates_now = line.settings.get("lr", ())
+    if rates != rates_now:
+        yield "learning rate", f"learning rate {_change_text(rates, rates_now)}"
+    if first.state and not line.state:
+        yield "optimizer", f"the optimizer's state is empty ({', '.join(first.state)} missing)"
+    batches = [batch for each in expected for batch in each.batches]
+    batches_now = [batch for each in lines for batch in each.batches]
+    size, hashes = _total(batches)
+    size_now, hashes_now = _total(batches_now)
+    if batches and batches_now and size != size_now:
+        yield "global batch", f"the global batch has {size_now} samples instead of {size}"
+    elif batches and batches_now and hashes != hashes_now:
+        yield "samples", "the samples of all ranks together are other ones"
+    loss = _mean_loss(expected)
+    loss_now = _mean_loss(lines)
+    if loss is not None and loss_now is not None and _distance(loss, loss_now) > max(LOSS_TOLERANCE, 10 * noise):
+        yield "mean loss", f"mean loss {_change_text(loss, loss_now)}"
+    same_size = first.numel == line.numel
+    if same_size and _distance(first.norm, line.norm) > max(NORM_TOLERANCE, 10 * noise):
+        yield "weights", f"the norm of the weights {_change_text(first.norm, line.norm)}"
 
 
 def loss_distance(first: Recording, second: Recording) -> float:
@@ -435,42 +464,27 @@ def loss_distance(first: Recording, second: Recording) -> float:
     return max((_distance(a, b) for a, b in losses if a is not None and b is not None), default=0.0)
 
 
-def _by_line(recording: Recording, begin: int = 0) -> Iterator[list[Line]]:
+def _by_line(recording: Recording, begin: int = 0) -> Iterator[tuple[Line, ...]]:
     """The lines of all ranks for each step."""
-    for lines in zip(*(lines[begin:] for lines in recording.values()), strict=False):
-        yield list(lines)
+    return zip(*(lines[begin:] for lines in recording.values()), strict=False)
 
 
-def _without_skipped(resumed: Recording) -> Recording:
-    """An attempt whose first lines have no more batches and losses than the second ones.
+def _without_first_skipped(lines: list[Line]) -> list[Line]:
+    """An attempt whose first line has no more batches and losses than the second one.
 
     A resumed script may first draw the batches that are done, draw one batch ahead, or make trial passes.
     """
-    return {
-        rank: [
-            replace(
-                lines[0],
-                batches=lines[0].batches[-len(lines[1].batches) :] if lines[1].batches else lines[0].batches,
-                losses=lines[0].losses[-len(lines[1].losses) :],
-            ),
-            *lines[1:],
-        ]
-        if len(lines) > 1
-        else lines
-        for rank, lines in resumed.items()
-    }
+    if len(lines) < 2:
+        return lines
+    first, second, *_ = lines
+    batches = first.batches[-len(second.batches) :]
+    return [replace(first, batches=batches, losses=first.losses[-len(second.losses) :]), *lines[1:]]
 
 
-def _samples_in_total(expected: Sequence[Line], lines: Sequence[Line]) -> dict[str, str]:
-    """The difference between the samples of a step over all ranks."""
-    batches, expected_batches = ([batch for line in each for batch in line.batches] for each in (lines, expected))
-    if not batches or not expected_batches:
-        return {}
-    size, expected_size = (sum(number for number, _, _ in each) for each in (batches, expected_batches))
-    if size != expected_size:
-        return {"global batch": f"the global batch has {size} samples instead of {expected_size}"}
-    total, expected_total = (sum(hashes for _, hashes, _ in each) % 2**64 for each in (batches, expected_batches))
-    return {} if total == expected_total else {"samples": "the samples of all ranks together are other ones"}
+def _total(batches: Iterable[tuple[int, int, str]]) -> tuple[int, int]:
+    """Number of samples in several batches, and the sum of their hashes."""
+    numbers = [(size, hashes) for size, hashes, _ in batches]
+    return sum(size for size, _ in numbers), sum(hashes for _, hashes in numbers) % 2**64
 
 
 def _mean_loss(lines: Sequence[Line]) -> float | None:
@@ -479,7 +493,10 @@ def _mean_loss(lines: Sequence[Line]) -> float | None:
 
 
 def _distance(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), abs(b), 1e-12) if a == a and b == b else float(a == a or b == b)
+    """The relative difference of two numbers. NaN is equal to NaN."""
+    if isnan(a) or isnan(b):
+        return float(isnan(a) != isnan(b))
+    return abs(a - b) / max(abs(a), abs(b), 1e-12)
 
 
 # --- When the script saves --------------------------------------------------------------------------------------------

@@ -33,11 +33,12 @@ class FileGuard:
     def __init__(self, own: Sequence[Path], began: float, stop: Callable[[Path], None]) -> None:
         """`own`: the files and folders in which everything may be changed."""
         self._own = [path.resolve() for path in own]
-        self._began, self._stop = began, stop
+        self._began = began
+        self._stop = stop
         self._checks: dict[str, Callable[..., None]] = {
             "open": self._before_open,
             "os.rename": self._before_rename,
-            "os.link": self._before_link,
+            "os.link": lambda source, _target, folder, _folder: self._before_unlink(source, folder),
             "os.remove": self._before_unlink,
             "os.truncate": lambda path, *_: self._before_change(path),
             # These change the time that shows whether a file existed before.
@@ -100,25 +101,23 @@ class FileGuard:
         self._before_unlink(source, source_folder)
         self._before_unlink(target, target_folder)
 
-    def _before_link(self, source: Any, _target: Any, source_folder: int, _target_folder: int) -> None:
-        self._before_unlink(source, source_folder)
-
     def _watched(self, connect: Callable[..., Any]) -> Callable[..., Any]:
         """A function like `sqlite3.connect`, whose connections may read a protected database, but not change it."""
 
         def watched(database: Any, *args: Any, **kwargs: Any) -> Any:
-            # A URI, such as file:data.db?mode=ro, has the path between these.
-            path = resolved(database.removeprefix("file:").partition("?")[0] if isinstance(database, str) else database)
-            file = Path() if path is None else path.resolve()
-            protected = self.protects(file)
+            name = database
+            if isinstance(name, str):  # a URI, such as file:data.db?mode=ro, has the path between these
+                name = name.removeprefix("file:").partition("?")[0]
+            file = resolved(name) or Path()
+            protected = file != Path() and self.protects(file.resolve())
             connection = connect(database, *args, **kwargs)
 
             def authorize(action: int, *_: Any) -> int:
                 if action not in _SQLITE_READS:
-                    self._stop(file)
+                    self._stop(file.resolve())
                 return sqlite3.SQLITE_OK
 
-            if path is not None and protected:
+            if protected:
                 connection.set_authorizer(authorize)
             return connection
 

@@ -122,4 +122,6 @@ def _frozen(value: Any) -> Any:
     """Convert lists to tuples, so that lines can be compared."""
     if isinstance(value, list):
         return tuple(map(_frozen, value))
-    return {name: _frozen(part) for name, part in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {name: _frozen(part) for name, part in value.items()}
+    return value

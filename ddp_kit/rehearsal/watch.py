@@ -61,6 +61,8 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
 _Container = dict[str, Tensor] | list[Tensor]
+_RECORDED: tuple[type, ...] = (nn.Module, torch.amp.GradScaler, dict, list)
+"""Classes of the objects that are searched for values of the run."""
 
 
 def install() -> None:
@@ -81,8 +83,11 @@ def install() -> None:
     register_module_buffer_registration_hook(lambda module, _name, _buffer: watch.modules.add(module))
     register_module_parameter_registration_hook(lambda module, _name, _parameter: watch.modules.add(module))
 
-    open_loader, next_batch = DataLoader.__iter__, _BaseDataLoaderIter.__next__
-    backward, grad, save = torch.autograd.backward, torch.autograd.grad, torch.save
+    open_loader = DataLoader.__iter__
+    next_batch = _BaseDataLoaderIter.__next__
+    backward = torch.autograd.backward
+    grad = torch.autograd.grad
+    save = torch.save
 
     def watched_loader(loader: DataLoader[Any]) -> Any:
         watch.note_epoch(loader)
@@ -107,7 +112,8 @@ def install() -> None:
 
     DataLoader.__iter__ = watched_loader  # type: ignore[method-assign]
     _BaseDataLoaderIter.__next__ = watched_batch  # type: ignore[method-assign, assignment]
-    torch.autograd.backward, torch.autograd.grad = watched_backward, watched_grad
+    torch.autograd.backward = watched_backward
+    torch.autograd.grad = watched_grad
     torch.save = watched_save
     _watch_native_code(watch.check_own)
     watch.guard.install()
@@ -150,14 +156,16 @@ class Watch:
     """The record of one rank in one attempt."""
 
     def __init__(self, folder: Path, instructions: Instructions) -> None:
-        self._folder, self._instructions = folder, instructions
+        self._folder = folder
+        self._instructions = instructions
         self.guard = FileGuard([folder, *map(Path, instructions.folders)], instructions.began, self._end_before_change)
-        self._worker, self._restart = from_env(), restarts()
+        self._worker = from_env()
+        self._restart = restarts()
         name = attempt_file(instructions.launch, self._restart, self._worker.rank)
         self._file = (folder / name).open("w", buffering=1)
         self._last_step = instructions.steps_after_restart if self._restart else instructions.steps
         self.modules: WeakSet[nn.Module] = WeakSet()
-        self._kinds: dict[type, str] = {}
+        self._kinds: dict[type, type] = {}
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._stepping: Optimizer | None = None
         self._line = Line(step=0)
@@ -235,9 +243,11 @@ class Watch:
         if self._stepping is not optimizer:
             return
         self._stepping = None
-        losses, batches, epochs = tuple(self._losses), tuple(self._batches), tuple(self._epochs)
-        self._file.write(write_line(replace(self._line, losses=losses, batches=batches, epochs=epochs)))
-        self._losses, self._batches, self._epochs = [], [], []
+        line = replace(self._line, losses=tuple(self._losses), batches=tuple(self._batches), epochs=tuple(self._epochs))
+        self._file.write(write_line(line))
+        self._losses.clear()
+        self._batches.clear()
+        self._epochs.clear()
         if self._optimizers[optimizer] != 0:
             return
         instructions = self._instructions
@@ -256,10 +266,12 @@ class Watch:
     def _complete_files(self) -> list[str]:
         """The files of this run, once nothing writes there: a save in the background is complete."""
         deadline = time.monotonic() + _WAIT_SECONDS
-        before, files = None, dict(self._files_of_run())
+        before = None
+        files = dict(self._files_of_run())
         while before != files and time.monotonic() < deadline:
             time.sleep(_QUIET_SECONDS)
-            before, files = files, dict(self._files_of_run())
+            before = files
+            files = dict(self._files_of_run())
         return [str(path) for path in files]
 
     def _wait_for_ranks(self) -> None:
@@ -281,11 +293,12 @@ class Watch:
 
     def _state(self, optimizer: Optimizer, number: int) -> Line:
         roots, containers, scalers = self._objects()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        optimized = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        parameters = _parameters(optimizer)
+        optimized = {id(parameter) for each in self._optimizers for parameter in _parameters(each)}
         in_modules = {tensor.data_ptr() for root in roots for tensor in (*root.parameters(), *root.buffers())}
         names: dict[int, str] = {}
-        buffers, copies = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+        buffers = defaultdict[str, list[str]](list)
+        copies = defaultdict[str, list[str]](list)
         for root in roots:
             named = {_plain(name): parameter for name, parameter in root.named_parameters()}
             named_buffers = {_plain(name): buffer for name, buffer in root.named_buffers()}
@@ -297,9 +310,10 @@ class Watch:
             for name, buffer in named_buffers.items():
                 buffers[name].append(checksum(buffer))
             for container in containers:
+                kind = "list" if isinstance(container, list) else "dict"
                 for name, tensor in _copies_in(container, named).items():
                     if tensor.data_ptr() not in in_modules:
-                        copies[f"{'list' if isinstance(container, list) else 'dict'}.{name}"].append(checksum(tensor))
+                        copies[f"{kind}.{name}"].append(checksum(tensor))
         state, count = _state_of(optimizer)
         locals_of_parameters = [_local(parameter) for parameter in parameters]
         return Line(
@@ -316,7 +330,7 @@ class Watch:
             random=_random_states(),
             buffers={name: tuple(sorted(values)) for name, values in buffers.items()},
             copies={name: tuple(sorted(values)) for name, values in copies.items()},
-            files=tuple(self._written()) if self._worker.rank == 0 else (),
+            files=tuple(self._written()),
         )
 
     def _objects(self) -> tuple[list[nn.Module], list[_Container], list[dict[str, float]]]:
@@ -325,20 +339,19 @@ class Watch:
         Modules that were copied or unpickled are known to the garbage collector only.
         """
         modules: dict[int, nn.Module] = {id(module): module for module in self.modules}
-        containers, scalers = list[_Container](), []
+        containers: list[_Container] = []
+        scalers = []
         for each in gc.get_objects():
             kind = type(each)
             if kind not in self._kinds:
-                is_module, is_scaler = issubclass(kind, nn.Module), issubclass(kind, torch.amp.GradScaler)
-                is_container = issubclass(kind, dict | list)
-                self._kinds[kind] = "module" * is_module + "scaler" * is_scaler + "container" * is_container
-            role = self._kinds[kind]
-            if role == "module":
+                self._kinds[kind] = next((base for base in _RECORDED if issubclass(kind, base)), object)
+            base = self._kinds[kind]
+            if base is nn.Module:
                 modules[id(each)] = each
                 self.modules.add(each)  # `gc.freeze` in the script hides it from now on
-            elif role == "scaler" and each.is_enabled():
+            elif base is torch.amp.GradScaler and each.is_enabled():
                 scalers.append({name: float(value) for name, value in each.state_dict().items()})
-            elif role == "container" and each and _has_only_tensors(each):
+            elif base in (dict, list) and each and _has_only_tensors(each):
                 containers.append(each)
         own = {id(tensors) for module in modules.values() for tensors in (module._parameters, module._buffers)}
         children = {
@@ -358,7 +371,9 @@ class Watch:
                         yield path, path.stat().st_mtime_ns
 
     def _written(self) -> list[str]:
-        """Files of this run that were written since the last call."""
+        """Files of this run that were written since the last call; on rank 0 only."""
+        if self._worker.rank:
+            return []
         files = {str(path): changed for path, changed in self._files_of_run()}
         written = [path for path, changed in files.items() if self._files.get(path) != changed]
         self._files = files
@@ -370,8 +385,8 @@ class Watch:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without autograd."""
-    to_local = getattr(tensor, "to_local", None)
-    return (tensor if to_local is None else to_local()).detach()
+    to_local: Callable[[], Tensor] = getattr(tensor, "to_local", lambda: tensor)
+    return to_local().detach()
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -392,7 +407,9 @@ def _bytes(dense: Tensor) -> memoryview:
 
 def checksum(tensor: Tensor) -> str:
     """Checksum of the values of a tensor on this rank."""
-    return "" if tensor.is_meta or is_lazy(tensor) else str(xxhash.xxh3_64_hexdigest(_bytes(_dense(tensor))))
+    if tensor.is_meta or is_lazy(tensor):
+        return ""
+    return str(xxhash.xxh3_64_hexdigest(_bytes(_dense(tensor))))
 
 
 def checksum_of_batch(batch: object) -> tuple[int, int, str]:
@@ -402,13 +419,15 @@ def checksum_of_batch(batch: object) -> tuple[int, int, str]:
     whole = _joined(leaves)
     size = min((len(tensor) for tensor in tensors), default=1)
     rows = [tensor for tensor in tensors if len(tensor) == size and not tensor.is_meta]
+    if not rows:
+        return size, int(whole, 16), whole
     total = 0
-    for index in range(size) if rows else ():
+    for index in range(size):
         sample = xxhash.xxh3_64()
         for tensor in rows:
             sample.update(_bytes(tensor[index]))
         total += sample.intdigest()
-    return size, (total if rows else int(whole, 16)) % 2**64, whole
+    return size, total % 2**64, whole
 
 
 def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -420,8 +439,10 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
         yield value
     elif hasattr(value, "__array__") and not isinstance(value, type):
         array = value.__array__()
-        numeric = array.dtype.kind in "biufc"
-        yield torch.as_tensor(array.astype(array.dtype.newbyteorder("="), order="C")) if numeric else repr(value)
+        if array.dtype.kind in "biufc":
+            yield torch.as_tensor(array.astype(array.dtype.newbyteorder("="), order="C"))
+        else:
+            yield repr(value)
     elif depth < _DEEPEST and not isinstance(value, type | ModuleType):
         parts: Iterable[Any] = getattr(value, "__dict__", {}).values()
         if isinstance(value, Mapping):
@@ -454,10 +475,15 @@ def _random_states() -> dict[str, str]:
     return states
 
 
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _state_of(optimizer: Optimizer) -> tuple[dict[str, str], float | None]:
     """Checksum of an optimizer's state by name, over all parameters; the highest step count, or None."""
-    states, count = defaultdict[str, list[Any]](list), None
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    states = defaultdict[str, list[Any]](list)
+    count = None
+    for parameter in _parameters(optimizer):
         # In ZeRO, the state of another rank's parameter is None once a checkpoint was loaded.
         for name, value in sorted((optimizer.state.get(parameter) or {}).items(), key=lambda item: str(item[0])):
             states[str(name)] += _leaves(value)
@@ -473,7 +499,8 @@ def _settings(optimizer: Optimizer) -> dict[str, tuple[float, ...]]:
         for name, value in group.items():
             if name == "params":
                 continue
-            for number in value if isinstance(value, tuple | list) else [value]:
+            numbers = value if isinstance(value, tuple | list) else [value]
+            for number in numbers:
                 if isinstance(number, Number) or (isinstance(number, Tensor) and number.numel() == 1):
                     settings[name].append(float(number))  # type: ignore[arg-type]
     return {name: tuple(values) for name, values in settings.items()}
@@ -499,7 +526,9 @@ def _copies_in(container: _Container, parameters: Mapping[str, Tensor]) -> dict[
     """The tensors of a dict with the names of a model's parameters, or of a list with their shapes, by name."""
     if isinstance(container, dict):
         by_name = {_plain(name): tensor for name, tensor in container.items()}
-        return {name: by_name[name] for name in parameters} if parameters.keys() <= by_name.keys() else {}
+        if parameters.keys() <= by_name.keys():
+            return {name: by_name[name] for name in parameters}
+        return {}
     for named in (parameters, {name: p for name, p in parameters.items() if p.requires_grad}):
         if 1 < len(named) == len(container) and [t.shape for t in container] == [p.shape for p in named.values()]:
             return dict(zip(named, container, strict=True))

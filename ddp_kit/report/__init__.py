@@ -3,7 +3,6 @@
 command.py          `ddpkit report`
 run_history.py      what the launcher and the Trainer recorded of a run
 trace_recording.py  the events of a profiler's trace; trace_analysis.py: where the time of a step went
-memory_file.py      what took the memory of a GPU
 findings.py         advice; comparison.py: two runs side by side
 page.py, charts.py  the page and its charts
 """

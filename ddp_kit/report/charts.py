@@ -1,12 +1,14 @@
 """The charts of a report. Pure functions compute their data from recorded runs; matplotlib draws SVG files."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 from ddp_kit.errors import UsageError
 from ddp_kit.report.run_history import Line, RunHistory
@@ -82,8 +84,13 @@ def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
     """The charts that compare runs; each of these charts shows all runs."""
     builder = _Builder(runs)
     charts = [builder.losses()]
-    charts += [builder.of_evaluations(name) for name in _names(run.evaluations for run in runs) if name != "eval_loss"]
-    charts += [builder.of_rows(name, name, "", slug=f"value-{name}") for name in _own_values(runs)]
+    names_of_evaluations = _names(chain.from_iterable(run.evaluations for run in runs))
+    metrics = [name for name in names_of_evaluations if name.startswith("eval_") and name != "eval_loss"]
+    charts += [builder.of_evaluations(name) for name in metrics]
+    # Values passed to `trainer.log`, and the learning rates of additional parameter groups.
+    names_of_rows = _names(chain.from_iterable(run.rows for run in runs))
+    own_values = [name for name in names_of_rows if name not in _ROW_FIELDS and not name.startswith("times.")]
+    charts += [builder.of_rows(name, name, "", slug=f"value-{name}") for name in own_values]
     charts += [
         builder.of_rows("learning_rate", "Learning rate", ""),
         builder.of_rows("samples_per_second", "Samples per second", ""),
@@ -130,17 +137,17 @@ class _Builder:
 
     def ranks(self, number: int) -> Chart:
         rows = self._runs[number].rows
-        count = max((len(row.get("rank_seconds", ())) for row in rows), default=0)
-        values = _each_or_range("rank", count, lambda rank: _item("rank_seconds", rank, 1e3)) if count > 1 else {}
+        values = _of_ranks("rank_seconds", rows, 1e3)
+        if len(values) == 1:
+            values = {}
         curves = self._curves(number, rows, values)
         return Chart("ranks", "Time per step that each rank spends on its own work", "ms", "step", (curves,))
 
     def memory(self, number: int) -> Chart:
         run = self._runs[number]
-        count = max((len(row.get("rank_memory", ())) for row in run.rows), default=0)
-        values = _each_or_range("rank", count, lambda rank: _item("rank_memory", rank, 1 / GIB))
+        values = _of_ranks("rank_memory", run.rows, 1 / GIB)
         planned = run.last.begin.get("planned_memory")
-        if count and planned:
+        if values and planned:
             values["planned"] = lambda _: planned / GIB
         return Chart(
             "memory", "Peak memory allocated by torch", "GiB", "step", (self._curves(number, run.rows, values),)
@@ -150,7 +157,9 @@ class _Builder:
         run = self._runs[number]
         began = run.attempts[0].begin["time"]
         for node, samples in run.samples.items():
-            where = f" on node {node}" if len(run.samples) > 1 else ""
+            where = ""
+            if len(run.samples) > 1:
+                where = f" on node {node}"
             lines = [{**line, "minutes": (line["time"] - began) / 60} for line in samples]
             count = max((len(line.get("gpus", ())) for line in lines), default=0)
             for field, title, unit, scale in (
@@ -178,18 +187,15 @@ class _Builder:
         """
         limit = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
         count = min(max(limit, _LEAST_POINTS), len(lines))
-        edges = [len(lines) * i // count for i in range(count + 1)] if count else [0]
+        edges = [len(lines) * i // max(count, 1) for i in range(count + 1)]
         buckets = [lines[begin:end] for begin, end in pairwise(edges)]
         curves = []
         for label, value in values.items():
-            value_lists = [[number for line in bucket if (number := value(line)) is not None] for bucket in buckets]
-            means = [_rounded(math.fsum(numbers) / len(numbers)) if numbers else None for numbers in value_lists]
+            numbers = [[number for line in bucket if (number := value(line)) is not None] for bucket in buckets]
+            curve = Curve(label, _points(fmean, numbers))
             if ranges and len(lines) > count:
-                low = [_rounded(min(numbers)) if numbers else None for numbers in value_lists]
-                high = [_rounded(max(numbers)) if numbers else None for numbers in value_lists]
-                curves.append(Curve(label, means, low, high))
-            else:
-                curves.append(Curve(label, means))
+                curve = replace(curve, low=_points(min, numbers), high=_points(max, numbers))
+            curves.append(curve)
         return Curves(run, [_rounded(bucket[-1][x]) for bucket in buckets], tuple(curves))
 
 
@@ -200,28 +206,31 @@ def _field(name: str, scale: float = 1.0) -> _Value:
     return lambda line: _number(line.get(name), scale)
 
 
-def _item(name: str, index: int, scale: float) -> _Value:
-    def value(line: Line) -> float | None:
-        items = line.get(name, ())
-        return _number(items[index], scale) if index < len(items) else None
+def _of_ranks(name: str, rows: Sequence[Line], scale: float) -> dict[str, _Value]:
+    """The value of each rank, in a list that has one item per rank."""
 
-    return value
+    def of_rank(rank: int) -> _Value:
+        return lambda row: _number(next(islice(row.get(name, ()), rank, None), None), scale)
+
+    return _each_or_range("rank", max((len(row.get(name, ())) for row in rows), default=0), of_rank)
 
 
 def _gpu(field: str, index: int, scale: float) -> _Value:
-    def value(line: Line) -> float | None:
-        gpus = line.get("gpus", ())
-        return _number(gpus[index].get(field), scale) if index < len(gpus) else None
-
-    return value
+    return lambda line: _number(next(islice(line.get("gpus", ()), index, None), dict[str, Any]()).get(field), scale)
 
 
 def _share(part: str, whole: str) -> _Value:
     def value(line: Line) -> float | None:
-        used, total = _number(line.get(part)), _number(line.get(whole))
+        used = _number(line.get(part))
+        total = _number(line.get(whole))
         return 100 * used / total if used is not None and total else None
 
     return value
+
+
+def _points(pick: Callable[[list[float]], float], groups: Iterable[list[float]]) -> Values:
+    """One value for each group of numbers, such as its mean; None for an empty group."""
+    return [_rounded(pick(numbers)) if numbers else None for numbers in groups]
 
 
 def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
@@ -254,15 +263,9 @@ def _rounded(value: float) -> float:
     return float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
 
 
-def _names(lines_of_runs: Iterable[Sequence[Line]]) -> list[str]:
-    names = {name: None for lines in lines_of_runs for line in lines for name in line if name.startswith("eval_")}
-    return list(names)
-
-
-def _own_values(runs: Sequence[RunHistory]) -> list[str]:
-    """The names of values passed to `trainer.log`, and of the learning rates of additional parameter groups."""
-    names = {name: None for run in runs for row in run.rows for name in row}
-    return [name for name in names if name not in _ROW_FIELDS and not name.startswith("times.")]
+def _names(lines: Iterable[Line]) -> list[str]:
+    """The names of all values in lines of the record, in the order in which they first appear."""
+    return list(dict.fromkeys(chain.from_iterable(lines)))
 
 
 def _with_values(charts: Iterable[Chart]) -> list[Chart]:
@@ -280,7 +283,7 @@ def _with_values(charts: Iterable[Chart]) -> list[Chart]:
 
 
 def _slug(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in text.lower()).strip("-")
+    return re.sub(r"[\W_]", "-", text.lower()).strip("-")
 
 
 def _in_words(curve: Curve, unit: str) -> str:
@@ -288,8 +291,8 @@ def _in_words(curve: Curve, unit: str) -> str:
     if not values:
         return f"{curve.label}: no values"
     first, last, low, high = (f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values)))
-    unit = f" {unit}" if unit else ""
-    return f"{curve.label}: from {first} to {last}{unit}, lowest {low}, highest {high}"
+    last = f"{last} {unit}".rstrip()
+    return f"{curve.label}: from {first} to {last}, lowest {low}, highest {high}"
 
 
 # --- Pictures ---------------------------------------------------------------------------------------------------------
@@ -297,6 +300,7 @@ def _in_words(curve: Curve, unit: str) -> str:
 
 _STYLES = ("-", "--", ":", "-.")
 _INCHES = (8.0, 4.5)
+_AXES = {"step": "optimizer step", "minutes": "minutes since the start"}
 
 
 def write_pictures(runs: Sequence[RunHistory], folder: Path) -> list[Path]:
@@ -307,14 +311,14 @@ def write_pictures(runs: Sequence[RunHistory], folder: Path) -> list[Path]:
     if find_spec("matplotlib") is None:
         raise UsageError("--images needs matplotlib, which is not installed", "pip install 'ddpkit[images]'")
     folder.mkdir(parents=True, exist_ok=True)
-    charts = [(chart.name, chart) for chart in comparing_charts(runs)]
+    charts = {chart.name: chart for chart in comparing_charts(runs)}
     for number in range(len(runs)):
         suffix = f"-{number + 1}" if len(runs) > 1 else ""
-        charts += [(f"{chart.name}{suffix}", chart) for chart in charts_of_run(runs, number)]
-    paths = [folder / f"{name}.svg" for name, _ in charts]
-    for path, (_, chart) in zip(paths, charts, strict=True):
+        charts |= {f"{chart.name}{suffix}": chart for chart in charts_of_run(runs, number)}
+    paths = {folder / f"{name}.svg": chart for name, chart in charts.items()}
+    for path, chart in paths.items():
         _draw(chart, [run.name for run in runs], path)
-    return paths
+    return list(paths)
 
 
 def _draw(chart: Chart, names: Sequence[str], path: Path) -> None:
@@ -325,19 +329,18 @@ def _draw(chart: Chart, names: Sequence[str], path: Path) -> None:
     several = len({group.run for group in chart.groups}) > 1
     for index, group in enumerate(chart.groups):
         if chart.stacked:
-            axes.stackplot(group.x, *_stack(group), labels=[curve.label for curve in group.curves])
+            values_of_curves = [[value or 0.0 for value in curve.values] for curve in group.curves]
+            axes.stackplot(group.x, *values_of_curves, labels=[curve.label for curve in group.curves])
             continue
         for number, curve in enumerate(group.curves):
-            label = f"{names[group.run]}: {curve.label}" if several else curve.label
+            label = curve.label
+            if several:
+                label = f"{names[group.run]}: {label}"
             values = [float("nan") if value is None else value for value in curve.values]
             axes.plot(group.x, values, _STYLES[(index + number) % len(_STYLES)], label=label, linewidth=1.2)
     axes.set_title(chart.title)
-    axes.set_xlabel("optimizer step" if chart.x == "step" else "minutes since the start")
+    axes.set_xlabel(_AXES[chart.x])
     axes.set_ylabel(chart.unit)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path)
-
-
-def _stack(group: Curves) -> list[list[float]]:
-    return [[value or 0.0 for value in curve.values] for curve in group.curves]

@@ -12,6 +12,7 @@ from ddp_kit.report.comparison import first_differences
 from ddp_kit.report.findings import Profile, findings, profiles_of, state
 from ddp_kit.report.page import MARK, page
 from ddp_kit.report.run_history import RunHistory, read_runs, repeated_folders
+from ddp_kit.terminal import Terminal
 
 _EPILOG = """\
 examples:
@@ -46,18 +47,21 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Write the report as an HTML page, print its findings, and return the exit code.
 
     Raises `UsageError` if a run cannot be read, or a file cannot be written.
     """
+    print_text = terminal.print_text
     args = parser().parse_args(argv)
     runs = read_runs(args.runs)
     try:
         _check(args.out)
         profiles = {run.name: profiles_of(run) for run in runs}
         args.out.write_text(page(runs, profiles), encoding="utf-8", errors="backslashreplace")  # lone surrogates
-        pictures = [] if args.images is None else write_pictures(runs, args.images)
+        pictures = []
+        if args.images is not None:
+            pictures = write_pictures(runs, args.images)
     except OSError as error:
         where = error.filename or args.out
         raise UsageError(f"{where} cannot be written: {error.strerror}", "use another path") from None
@@ -68,8 +72,10 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
     if len(runs) == 2:
         summary, *details = first_differences(*runs)
         print_text("\n".join([summary, *(f"  {line}" for line in details)]))
-    size = args.out.stat().st_size / 1000
-    print_text(f"{args.out}: {size:,.0f} kB" + (f"; {len(pictures)} charts in {args.images}" if pictures else ""))
+    written = f"{args.out}: {args.out.stat().st_size / 1000:,.0f} kB"
+    if pictures:
+        written += f"; {len(pictures)} charts in {args.images}"
+    print_text(written)
     return 0
 
 

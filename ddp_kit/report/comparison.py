@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -26,9 +27,9 @@ def settings(run: RunHistory) -> dict[str, str]:
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, tuple[str, ...]]]:
     """The settings that differ between runs, as pairs: the name, and the values in all runs (empty where not set)."""
     all_settings = [_arguments(run.last.begin.get("command", ())) | settings(run) for run in runs]
-    names = dict.fromkeys(name for settings_of_run in all_settings for name in settings_of_run if name != "command")
+    names = dict.fromkeys(chain.from_iterable(all_settings))
     table = [(name, tuple(settings_of_run.get(name, "") for settings_of_run in all_settings)) for name in names]
-    differs_anyway = tuple(f"environment.{prefix}" for prefix in VARIABLES_OF_ONE_RUN)
+    differs_anyway = ("command", *(f"environment.{prefix}" for prefix in VARIABLES_OF_ONE_RUN))
     return [
         (name, values)
         for name, values in table
@@ -41,14 +42,18 @@ def _arguments(command: Sequence[str]) -> dict[str, str]:
     arguments: dict[str, str] = {}
     flag = ""
     for position, word in enumerate(command):
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            arguments[flag] = value if equals else "yes"
-            flag = "" if equals else flag
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and equals:
+            arguments[name] = value
+            flag = ""
+        elif word.startswith("--"):
+            arguments[name] = "yes"
+            flag = name
         elif flag:
-            arguments[flag], flag = word, ""
+            arguments[flag] = word
+            flag = ""
         else:
-            arguments["script" if position == 0 else f"argument {position}"] = word
+            arguments[f"argument {position}" if position else "script"] = word
     return arguments
 
 
@@ -65,9 +70,11 @@ def _flat(name: str, value: Any) -> dict[str, str]:
         for key, part in value.items():
             flat.update(_flat(f"{name}.{key}", part))
         return flat
+    if value is None:
+        return {}
     if isinstance(value, list):
-        return {name: " ".join(str(part) for part in value)}
-    return {} if value is None else {name: str(value)}
+        value = " ".join(map(str, value))
+    return {name: str(value)}
 
 
 # --- First differences ------------------------------------------------------------------------------------------------
@@ -94,6 +101,16 @@ class Course:
     differs: int | None
     """The first step at which they differ; None if they do not."""
 
+    @property
+    def text(self) -> str:
+        """The last step up to which they are equal, if any, and the step at which they differ, if they do."""
+        steps = []
+        if self.equal:
+            steps.append(f"equal up to step {self.equal:,}")
+        if self.differs is not None:
+            steps.append(f"different at step {self.differs:,}")
+        return ", ".join(steps) or "no step in common"
+
 
 def course(old: Mapping[int, Any], new: Mapping[int, Any]) -> Course:
     """Compare the values of two runs by step."""
@@ -107,7 +124,8 @@ def course(old: Mapping[int, Any], new: Mapping[int, Any]) -> Course:
 
 def first_differences(old: RunHistory, new: RunHistory) -> list[str]:
     """Lines of text about where two runs first differ: a summary, the settings, then the results by step."""
-    old_values, new_values = _values(old), _values(new)
+    old_values = _values(old)
+    new_values = _values(new)
     problems: dict[str, str] = {}
     if _division(old, old_values["weights"]) != _division(new, new_values["weights"]):
         problems["weights"] = "not comparable, because the runs divide them in different ways among their ranks"
@@ -118,22 +136,15 @@ def first_differences(old: RunHistory, new: RunHistory) -> list[str]:
     if "weights" in problems:
         old_values["weights"].clear()
     # The mean loss of a row can only be compared if its interval began at the same step: a resume shortens it.
-    old_begins, new_begins = _begins(old), _begins(new)
-    for step in old_begins.keys() & new_begins.keys():
-        if old_begins[step] != new_begins[step]:
-            del old_values["loss"][step], new_values["loss"][step]
+    same_interval = _begins(old).items() & _begins(new).items()
+    old_values["loss"] = {step: old_values["loss"][step] for step, _ in same_interval}
     courses = {name: course(values, new_values[name]) for name, values in old_values.items()}
     lines = [_summary(f"{old.name} and {new.name}", courses), *_setting_lines(old, new)]
     for name, found in courses.items():
-        before, after = old_values[name], new_values[name]
-        if name in problems:
-            lines.append(f"{name}: {problems[name]}")
-        elif found.differs is not None:
-            equal = f"equal up to step {found.equal:,}, " if found.equal else ""
-            change = _change(before[found.differs], after[found.differs]) if name in ("learning rate", "loss") else ""
-            lines.append(f"{name}: {equal}different at step {found.differs:,}{change}")
-        else:
-            lines.append(f"{name}: equal up to step {found.equal:,}" if found.equal else f"{name}: no step in common")
+        line = f"{name}: {problems.get(name, found.text)}"
+        if name in ("learning rate", "loss") and name not in problems and found.differs is not None:
+            line += _change(old_values[name][found.differs], new_values[name][found.differs])
+        lines.append(line)
     return lines
 
 
@@ -143,31 +154,37 @@ def _summary(runs: str, courses: Mapping[str, Course]) -> str:
         last = courses["learning rate"].equal  # every row has one
         if not last:
             return f"{runs} have no log point in common"
-        known = "" if courses["samples"].equal == courses["weights"].equal == last else ", as far as is known"
-        return f"{runs} are equal up to step {last:,}, the last that both have{known}"
+        text = f"{runs} are equal up to step {last:,}, the last that both have"
+        if not courses["samples"].equal == courses["weights"].equal == last:
+            text += ", as far as is known"
+        return text
     first = min(found.differs for found in differing.values() if found.differs is not None)
     names = [name for name, found in differing.items() if found.differs == first]
     equal = min((differing[name].equal for name in names if differing[name].equal), default=0)
     where = f"first differ in steps {equal + 1:,} to {first:,}"  # a resumed run may not know the samples of all steps
     if equal + 1 == first:
         where = f"first differ at step {first:,}"
-    elif not equal:  # perhaps even before the first step
-        what = "the first step whose samples both have" if "samples" in names else "their first common log point"
-        where = f"differ at {what}, step {first:,}"
+    elif not equal and "samples" in names:  # perhaps even before the first step
+        where = f"differ at the first step whose samples both have, step {first:,}"
+    elif not equal:
+        where = f"differ at their first common log point, step {first:,}"
     return f"{runs} {where}: {', '.join(names)}"
 
 
 def _setting_lines(old: RunHistory, new: RunHistory) -> list[str]:
     """A line for each setting that differs and can change results, and one for versions and machine."""
     dirs = tuple(settings(run).get("config.checkpoint.dir") for run in (old, new))
-    lines, apart = [], []
+    lines = []
+    apart = []
     for name, values in differences((old, new)):
         text = f"{name.removeprefix('config.')}: {' -> '.join(value or 'not set' for value in values)}"
         if name.startswith(_APART):
             apart.append(text)
         elif name not in WITHOUT_EFFECT and values != dirs:  # an argument may name the folder
             lines.append(f"settings: {text}")
-    return lines + ([f"versions and machine: {'; '.join(apart)}"] if apart else [])
+    if apart:
+        lines.append(f"versions and machine: {'; '.join(apart)}")
+    return lines
 
 
 def _values(run: RunHistory) -> dict[str, dict[int, Any]]:
@@ -196,11 +213,15 @@ def _division(run: RunHistory, weights: Mapping[int, str]) -> tuple[set[str], di
 
 def _begins(run: RunHistory) -> dict[int, int]:
     """The step after which the interval of each row began, by the row's own step."""
-    begins = {attempt.name: attempt.begin["step"] for attempt in run.attempts}
-    return {
-        row["step"]: max(begins.get(row["attempt"], 0), before if before < row["step"] else 0)
-        for before, row in zip([0, *(row["step"] for row in run.rows)], run.rows, strict=False)
-    }
+    begins_of_attempts = {attempt.name: attempt.begin["step"] for attempt in run.attempts}
+    begins = {}
+    before = 0
+    for row in run.rows:
+        if before >= row["step"]:  # a resumed attempt repeats steps
+            before = 0
+        begins[row["step"]] = max(begins_of_attempts.get(row["attempt"], 0), before)
+        before = row["step"]
+    return begins
 
 
 def _change(old: Sequence[Any], new: Sequence[Any]) -> str:

@@ -2,35 +2,31 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 
 from ddp_kit.errors import UsageError
-from ddp_kit.report.memory_file import MemorySummary, read_memory
 from ddp_kit.report.run_history import Attempt, Line, RunHistory
-from ddp_kit.report.trace_analysis import Operation, TraceSummary, lines, read_trace
-from ddp_kit.texts import size_text
+from ddp_kit.report.trace_analysis import Operation, lines, read_trace
+from ddp_kit.texts import duration_text, plural, size_text
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
-# Traces, and the largest allocations on GPUs.
-
-_MOST_LINES_IN_WORDS = 3
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One profile file: its findings as text, and the data for its table in the report."""
+    """One trace: its findings as text, and the data for its table in the report."""
 
     title: str
     lines: tuple[str, ...]
     operations: tuple[Operation, ...] = ()
-    """The most expensive operations, if the profile is a trace."""
-    memory: MemorySummary | None = None
+    """The most expensive operations."""
 
 
 def profiles_of(run: RunHistory) -> tuple[Profile, ...]:
     """One `Profile` per file. If a file cannot be read, its profile contains only the error message."""
-    return (*map(_profile, run.traces), *map(_memory_profile, run.memory))
+    return tuple(map(_profile, run.traces))
 
 
 def _profile(path: Path) -> Profile:
@@ -38,34 +34,13 @@ def _profile(path: Path) -> Profile:
         summary = read_trace(path)
     except UsageError as error:
         return Profile(f"Profile {path.name}", (str(error),))
-    return Profile(
-        _title("Profile", summary, path), tuple(lines(summary)) or ("Nothing stands out.",), summary.operations
-    )
-
-
-def _memory_profile(path: Path) -> Profile:
-    try:
-        summary = read_memory(path)
-    except UsageError as error:
-        return Profile(f"Memory {path.name}", (str(error),))
-    return Profile(_title("Memory", summary, path), tuple(_memory_lines(summary)), memory=summary)
-
-
-def _title(what: str, summary: TraceSummary | MemorySummary, path: Path) -> str:
-    rank = "" if summary.rank is None else f" of rank {summary.rank}"
-    steps = "" if summary.steps is None else f", steps {summary.steps[0]} to {summary.steps[1]}"
-    return f"{what}{rank}{steps} ({path.name})"
-
-
-def _memory_lines(summary: MemorySummary) -> Iterator[str]:
-    yield (
-        f"peak memory: {size_text(summary.bytes, 2)}, including {size_text(summary.earlier, 2)} allocated before "
-        f"step {summary.steps[0]}, such as weights and optimizer state"
-    )
-    for line in summary.lines[:_MOST_LINES_IN_WORDS]:
-        yield f"{line.place}: {size_text(line.bytes, 2)} in {line.count:,} {_plural('tensor', line.count)}"
-    if not summary.complete:
-        yield "there were too many allocations to record all of them: record fewer steps"
+    title = "Profile"
+    if summary.rank is not None:
+        title += f" of rank {summary.rank}"
+    if summary.steps is not None:
+        title += f", steps {summary.steps[0]} to {summary.steps[1]}"
+    found = tuple(lines(summary)) or ("Nothing stands out.",)
+    return Profile(f"{title} ({path.name})", found, summary.operations)
 
 
 # --- Findings about a run ---------------------------------------------------------------------------------------------
@@ -111,44 +86,37 @@ def findings(run: RunHistory) -> list[Finding]:
 
 def state(run: RunHistory) -> str:
     """Progress or outcome of a run in a few words."""
-    total = run.last.begin.get("total_steps")
-    of_total = f" of {total:,}" if isinstance(total, int) and total >= run.steps else ""
-    steps = f"{run.steps:,}{of_total} steps in {duration(run.seconds)}"
+    codes = [end["exit_code"] for end in run.last.ends]
     if run.is_live:
-        return f"running, {steps}"
-    if not run.last.ends:
-        stopped = "stopped" if run.last.stop else "no end recorded"
-        return f"{'finished' if run.last.done else stopped}, {steps}"
-    if all(end["exit_code"] == 0 for end in run.last.ends):
-        return f"finished, {steps}"
-    return f"exit code {run.last.ends[0]['exit_code']}, {steps}"
-
-
-def duration(seconds: float) -> str:
-    """A duration as text, such as 3 h 12 min, 4 min 10 s or 2.4 s."""
-    if seconds < 60:
-        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {seconds} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
+        outcome = "running"
+    elif any(codes):
+        outcome = f"exit code {codes[0]}"
+    elif codes or run.last.done:
+        outcome = "finished"
+    else:
+        outcome = "stopped" if run.last.stop else "no end recorded"
+    steps = f"{run.steps:,}"
+    total = run.last.begin.get("total_steps")
+    if isinstance(total, int) and total >= run.steps:
+        steps += f" of {total:,}"
+    return f"{outcome}, {steps} steps in {duration_text(run.seconds)}"
 
 
 def _endings(run: RunHistory) -> Iterator[Finding]:
     for attempt in run.attempts:
         for text in dict.fromkeys(end.get("text", "") for end in attempt.ends if end["exit_code"]):
-            yield Finding(f"{_which(run, attempt)}: {text}", is_problem=attempt.failed)
-    lost, repeats = 0.0, False
+            which = f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
+            yield Finding(f"{which}: {text}", is_problem=attempt.failed)
+    lost = 0.0
+    repeats = ""
     for before, after, (_, end) in zip(run.attempts, run.attempts[1:], run.periods, strict=False):
         if before.failed:
             saved = _time_of_step(before, after.begin["step"], run)
             lost += max(0.0, end - saved)
-            repeats |= saved < min(end["time"] for end in before.ends)
+            if saved < min(end["time"] for end in before.ends):
+                repeats = ", including repeated steps"
     if lost >= _WORTH_SAYING:
-        yield Finding(
-            f"Failed attempts cost {duration(lost)}{', including repeated steps' if repeats else ''}", is_problem=True
-        )
+        yield Finding(f"Failed attempts cost {duration_text(lost)}{repeats}", is_problem=True)
     last = run.last
     if not last.ends and last.done is None and last.stop is None and not run.is_live:
         yield Finding(
@@ -156,10 +124,6 @@ def _endings(run: RunHistory) -> Iterator[Finding]:
             f"launcher; last step: {run.steps:,}",
             is_problem=False,
         )
-
-
-def _which(run: RunHistory, attempt: Attempt) -> str:
-    return f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
 
 
 def _time_of_step(attempt: Attempt, step: int, run: RunHistory) -> float:
@@ -190,7 +154,7 @@ def _loss(run: RunHistory) -> Iterator[Finding]:
     lost = [row["step"] for row in run.rows if row.get("loss") is None]
     if lost:
         yield Finding(
-            f"The loss was not finite at {len(lost)} log {_plural('point', len(lost))}, first at step {lost[0]:,}: "
+            f"The loss was not finite at {plural(len(lost), 'log point')}, first at step {lost[0]:,}: "
             "lower the learning rate, or set max_grad_norm",
             is_problem=True,
         )
@@ -234,7 +198,8 @@ def _throughput(run: RunHistory) -> Iterator[Finding]:
     if len(rates) < 2 * _ENOUGH_ROWS:
         return
     quarter = len(rates) // 4
-    early, late = median(rates[:quarter]), median(rates[-quarter:])
+    early = median(rates[:quarter])
+    late = median(rates[-quarter:])
     if late < _SLOWER * early:
         yield Finding(
             f"Throughput fell from {early:,.0f} to {late:,.0f} samples/s during the last attempt: the report "
@@ -257,11 +222,13 @@ def _memory(run: RunHistory) -> Iterator[Finding]:
 
 def _machine(run: RunHistory) -> Iterator[Finding]:
     for node, samples in run.samples.items():
-        where = f"node {node}" if len(run.samples) > 1 else "the machine"
+        where = "the machine"
+        if len(run.samples) > 1:
+            where = f"node {node}"
         used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
         ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
         shared = len(used) > ranks // nodes  # with other jobs, which may cause the load
-        busy = fmean(load for loads in used for load in loads) if used else 1.0
+        busy = fmean([*chain.from_iterable(used)] or [1.0])
         if busy < _IDLE_GPU and not shared:
             yield Finding(
                 f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where the time of a step "
@@ -295,13 +262,9 @@ def _loads(samples: Sequence[Line]) -> list[list[float]]:
 
 def _record(run: RunHistory) -> Iterator[Finding]:
     if run.unreadable:
-        lines = _plural("line", run.unreadable)
-        yield Finding(f"{run.unreadable} {lines} of the record cannot be read and are ignored", is_problem=True)
+        lines = plural(run.unreadable, "line")
+        yield Finding(f"{lines} of the record cannot be read and are ignored", is_problem=True)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"

@@ -13,15 +13,14 @@ from typing import Any
 from ddp_kit import __version__
 from ddp_kit.report.charts import Chart, charts_of_run, comparing_charts
 from ddp_kit.report.comparison import differences, first_differences, settings
-from ddp_kit.report.findings import Finding, Profile, duration, findings, state
-from ddp_kit.report.memory_file import MemorySummary
-from ddp_kit.report.run_history import Attempt, RunHistory
+from ddp_kit.report.findings import Finding, Profile, findings, state
+from ddp_kit.report.run_history import Attempt, Line, RunHistory
+from ddp_kit.texts import duration_text
 
 # The page is self-contained: it loads nothing from the network.
 
 MARK = '<meta name="generator" content="ddpkit report'
 """Tag by which `ddpkit report` recognises its own files."""
-_MIB = 1 << 20
 _UPLOT = "uplot-1.6.32.min"
 _OPEN_RUNS = 2
 """Maximum number of runs whose own sections are open at first."""
@@ -78,10 +77,12 @@ def _body(runs: Sequence[RunHistory], profiles: Mapping[str, Sequence[Profile]],
             yield f"<section><h2>Where they first differ</h2>\n<ul>{lines}</ul></section>\n"
         yield f"<section><h2>What differs</h2>\n{_differences(runs)}</section>\n"
     for number, run in enumerate(runs):
-        title = f"<h2>{escape(run.name) if several else 'Ranks and machine'}</h2>"
-        is_open = " open" * (len(runs) <= _OPEN_RUNS)
         yield f'<section id="run-{number}">'
-        yield f"<details{is_open}><summary>{title}</summary>\n{_findings(findings(run))}" if several else f"{title}\n"
+        if several:
+            is_open = " open" * (len(runs) <= _OPEN_RUNS)
+            yield f"<details{is_open}><summary><h2>{escape(run.name)}</h2></summary>\n{_findings(findings(run))}"
+        else:
+            yield "<h2>Ranks and machine</h2>\n"
         yield _figures(charts_of_run(runs, number), charts, number)
         for profile in profiles.get(run.name, ()):
             yield _profile(profile)
@@ -94,20 +95,20 @@ def _overview(runs: Sequence[RunHistory]) -> str:
     if len(runs) == 1:
         begin = runs[0].last.begin
         where = f"{begin.get('ranks', '?')} ranks on {begin.get('host', '?')}, {' '.join(begin.get('devices', ()))}"
-        about = f"{where}; {_text(begin.get('model'))}"
+        about = f"{where}; {_recorded_text(begin.get('model'))}"
         return f"<p>{_state(runs[0])}</p>\n<p class=quiet>{escape(about)}</p>\n"
     rows = []
     for number, run in enumerate(runs):
-        last = run.rows[-1] if run.rows else {}
+        last: Line = next(reversed(run.rows), {})
         box = f'<label><input type=checkbox class=control data-run="{number}" checked> {escape(run.name)}</label>'
         evaluated = next((line["eval_loss"] for line in reversed(run.evaluations) if "eval_loss" in line), None)
         cells = (
-            _figure(last.get("loss")), _figure(evaluated), _figure(last.get("samples_per_second")),
-            _text(run.last.begin.get("ranks")), str(len(run.attempts)),
+            _number_text(last.get("loss")), _number_text(evaluated), _number_text(last.get("samples_per_second")),
+            _recorded_text(run.last.begin.get("ranks")), str(len(run.attempts)),
         )  # fmt: skip
         rows.append(f'<tr data-run="{number}"><th scope=row>{box}</th><td>{_state(run)}</td>{_cells(cells)}</tr>\n')
     columns = ("run", "state", "loss", "evaluation loss", "samples/s", "ranks", "attempts")
-    return f"<div class=runs>{_table('Runs', rows, columns)}</div>\n"
+    return f"<div class=runs>{_html_table('Runs', rows, columns)}</div>\n"
 
 
 def _state(run: RunHistory) -> str:
@@ -118,9 +119,13 @@ def _controls(runs: Sequence[RunHistory]) -> str:
     """Form that selects the x axis of the charts, the smoothing of the curves and, if there are several, the runs."""
     if not any(run.rows for run in runs):
         return ""
-    ways = {"step": "step", "minutes": "running time"} | ({"samples": "samples"} if all(map(_batch, runs)) else {})
+    ways = {"step": "step", "minutes": "running time"}
+    if all(map(_batch, runs)):
+        ways["samples"] = "samples"
     options = "".join(f"<option value={value}>{text}</option>" for value, text in ways.items())
-    filtering = "<label>filter runs <input type=search id=filter></label>\n" if len(runs) > 1 else ""
+    filtering = ""
+    if len(runs) > 1:
+        filtering = "<label>filter runs <input type=search id=filter></label>\n"
     return (
         f"<form class=control>{filtering}<label>x axis <select id=axis>{options}</select></label>\n"
         "<label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 value=0></label></form>\n"
@@ -134,9 +139,7 @@ def _batch(run: RunHistory) -> int | None:
 
 
 def _findings(items: Sequence[Finding]) -> str:
-    lines = "".join(
-        f"<li{' class=problem' if finding.is_problem else ''}>{escape(finding.text)}</li>\n" for finding in items
-    )
+    lines = "".join(f"<li{' class=problem' * finding.is_problem}>{escape(finding.text)}</li>\n" for finding in items)
     return f"<ul>{lines or '<li>Nothing stands out.</li>'}</ul>\n"
 
 
@@ -144,14 +147,18 @@ def _all_findings(runs: Sequence[RunHistory]) -> str:
     """HTML table of the problems of each run. A problem that all runs have, with other numbers, is shown once."""
     problems = [{_kind(finding): finding for finding in findings(run) if finding.is_problem} for run in runs]
     shared = [kind for kind in problems[0] if len(runs) > 2 and all(kind in kinds for kinds in problems)]
-    rows = [f"<tr><th scope=row>all runs</th><td>{_findings([problems[0][kind] for kind in shared])}</td></tr>\n"]
-    rows = rows if shared else []
+    rows = []
+    if shared:
+        findings_of_all = _findings([problems[0][kind] for kind in shared])
+        rows.append(f"<tr><th scope=row>all runs</th><td>{findings_of_all}</td></tr>\n")
     for number, (run, problems_of_run) in enumerate(zip(runs, problems, strict=True)):
         further = [finding for kind, finding in problems_of_run.items() if kind not in shared]
         if further:
             head = f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>'
             rows.append(f"{head}<td>{_findings(further)}</td></tr>\n")
-    return _table("Findings", rows, ("run", "findings")) if rows else "<p>Nothing stands out in any run.</p>\n"
+    if not rows:
+        return "<p>Nothing stands out in any run.</p>\n"
+    return _html_table("Findings", rows, ("run", "findings"))
 
 
 def _kind(finding: Finding) -> str:
@@ -166,52 +173,46 @@ def _differences(runs: Sequence[RunHistory]) -> str:
     for number, run in enumerate(runs):
         cells = _cells(values[number] for _, values in table)
         rows.append(f'<tr data-run="{number}"><th scope=row>{escape(run.name)}</th>{cells}</tr>\n')
-    return _table("Differences", rows, ("run", *(name.removeprefix("config.") for name, _ in table)))
+    return _html_table("Differences", rows, ("run", *(name.removeprefix("config.") for name, _ in table)))
 
 
 def _figures(shown: Sequence[Chart], charts: list[Chart], run: int | None = None) -> str:
     """HTML for the charts in `shown`. They are also appended to `charts`, the list of all charts on the page."""
+    if not shown:
+        return "<p>No log point has been recorded yet.</p>\n"
     figures = []
     for chart in shown:
-        unit = f"<p class=quiet>{escape(chart.unit)}</p>" if chart.unit else ""
-        box = "<label class=control><input type=checkbox data-logarithmic> logarithmic</label>"
-        name, of_run = (chart.name, "") if run is None else (f"{chart.name}-{run}", f' data-run="{run}"')
+        caption = f"<h3>{escape(chart.title)}</h3>"
+        if chart.unit:
+            caption += f"<p class=quiet>{escape(chart.unit)}</p>"
+        if chart.name == "loss":
+            caption += "<label class=control><input type=checkbox data-logarithmic> logarithmic</label>"
+        name = chart.name
+        of_run = ""
+        if run is not None:
+            name += f"-{run}"
+            of_run = f' data-run="{run}"'
         figures.append(
-            f'<figure id="{name}"><figcaption><h3>{escape(chart.title)}</h3>{unit}'
-            f"{box if chart.name == 'loss' else ''}</figcaption>"
+            f'<figure id="{name}"><figcaption>{caption}</figcaption>'
             f'<div class=plot role=img aria-label="{escape(f"{chart.title}. {chart.summary}")}"'
             f' data-chart="{len(charts)}"{of_run}></div></figure>\n'
         )
         charts.append(chart)
-    return (
-        f"<div class=charts>{''.join(figures)}</div>\n" if figures else "<p>No log point has been recorded yet.</p>\n"
-    )
+    return f"<div class=charts>{''.join(figures)}</div>\n"
 
 
 def _profile(profile: Profile) -> str:
     items = "".join(f"<li>{escape(line)}</li>\n" for line in profile.lines)
     rows = []
     for operation in profile.operations:
-        milliseconds, share = f"{operation.seconds * 1e3:,.4g}", f"{operation.share:.1%}"
-        cells = _cells((operation.operator or "", f"{operation.calls:,}", milliseconds, share))
+        milliseconds = f"{operation.seconds * 1e3:,.4g}"
+        cells = _cells((operation.operator or "", f"{operation.calls:,}", milliseconds, f"{operation.share:.1%}"))
         rows.append(f"<tr><th scope=row>{escape(operation.name[:_LONGEST_NAME])}</th>{cells}</tr>\n")
     columns = ("most expensive operations", "launched by", "calls", "ms", "share")
-    table = _table("Operations", rows, columns) if rows else ""
-    memory = _allocations(profile.memory) if profile.memory is not None else ""
-    return f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n{table}{memory}"
-
-
-def _allocations(memory: MemorySummary) -> str:
-    """HTML table of the memory allocated at the peak, by line of code."""
-    parts = [(line.place, f"{line.count:,}", line.bytes) for line in memory.lines]
-    parts += [("other lines", "", memory.other)] if memory.other else []
-    parts.append(("allocated before the recording", "", memory.earlier))
-    rows = [
-        f"<tr><th scope=row>{escape(name[:_LONGEST_NAME])}</th>"
-        f"{_cells((count, f'{size / _MIB:,.4g}', f'{size / max(memory.bytes, 1):.1%}'))}</tr>\n"
-        for name, count, size in parts
-    ]
-    return _table("Memory at the peak", rows, ("allocated by", "tensors", "MiB", "share"))
+    html = f"<h3>{escape(profile.title)}</h3>\n<ul>{items}</ul>\n"
+    if rows:
+        html += _html_table("Operations", rows, columns)
+    return html
 
 
 def _attempts(run: RunHistory) -> str:
@@ -222,37 +223,38 @@ def _attempts(run: RunHistory) -> str:
         cells = (began, f"{attempt.begin['step']:,}", ", ".join(codes) or "none recorded")
         verdict = f"<td>{escape(_verdict(attempt))}{_stacks(attempt)}</td>"
         rows.append(f"<tr><th scope=row>{number}</th>{_cells(cells)}{verdict}</tr>\n")
-    table = _table("Attempts", rows, ("attempt", "began", "from step", "exit code", "verdict"))
+    table = _html_table("Attempts", rows, ("attempt", "began", "from step", "exit code", "verdict"))
     return f"<h3>Attempts</h3>\n{table}"
 
 
 def _verdict(attempt: Attempt) -> str:
-    return " ".join(dict.fromkeys(_text(end.get("text")) for end in attempt.ends)) or _duration_of(attempt)
-
-
-def _duration_of(attempt: Attempt) -> str:
-    """Text about how long `fit` took; empty if it has not ended."""
-    seconds = attempt.done.get("seconds") if attempt.done else None
-    return f"fit ended after {duration(seconds)}" if isinstance(seconds, int | float) else ""
+    """The verdict of the launcher, or how long `fit` took; empty if neither is known."""
+    text = " ".join(dict.fromkeys(_recorded_text(end.get("text")) for end in attempt.ends))
+    seconds = (attempt.done or {}).get("seconds")
+    if not text and isinstance(seconds, int | float):
+        text = f"fit ended after {duration_text(seconds)}"
+    return text
 
 
 def _stacks(attempt: Attempt) -> str:
     stacks = {rank: text for end in attempt.ends for rank, text in (end.get("stacks") or {}).items()}
+    if not stacks:
+        return ""
     parts = (
-        f"<p>rank {escape(str(rank))}</p><pre tabindex=0>{escape(_text(text))}</pre>" for rank, text in stacks.items()
+        f"<p>rank {escape(str(rank))}</p><pre tabindex=0>{escape(str(text))}</pre>" for rank, text in stacks.items()
     )
-    return f"<details><summary>Stacks of {len(stacks)} ranks</summary>{''.join(parts)}</details>" if stacks else ""
+    return f"<details><summary>Stacks of {len(stacks)} ranks</summary>{''.join(parts)}</details>"
 
 
 def _settings(run: RunHistory) -> str:
     rows = [f"<tr><th scope=row>{escape(name)}</th>{_cells((value,))}</tr>\n" for name, value in settings(run).items()]
-    table = _table("Configuration", rows, ("setting", "value"))
+    table = _html_table("Configuration", rows, ("setting", "value"))
     return (
         f"<details><summary>Configuration, versions and environment of the last attempt</summary>\n{table}</details>\n"
     )
 
 
-def _table(label: str, rows: Sequence[str], columns: Sequence[str]) -> str:
+def _html_table(label: str, rows: Sequence[str], columns: Sequence[str]) -> str:
     """An HTML table that can be scrolled on its own if it is wider than the page."""
     head = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
     return (
@@ -265,7 +267,8 @@ def _cells(texts: Iterable[str]) -> str:
     return "".join(f"<td>{escape(text)}</td>" for text in texts)
 
 
-def _text(value: object) -> str:
+def _recorded_text(value: object) -> str:
+    """A value of the record as text; empty if there is none."""
     return "" if value is None else str(value)
 
 
@@ -273,7 +276,7 @@ def _utc(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _figure(value: object) -> str:
+def _number_text(value: object) -> str:
     if not isinstance(value, int | float):
         return ""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -75,8 +75,6 @@ class RunHistory:
     """Samples of the machine's load, by node number."""
     traces: tuple[Path, ...]
     """Trace files of torch.profiler."""
-    memory: tuple[Path, ...]
-    """Files that list the largest allocations on GPUs."""
     unreadable: int
     """Number of lines that cannot be read, not counting an incomplete last line of a file."""
     read_at: float
@@ -135,7 +133,7 @@ class RunHistory:
         lines = [*self.rows, *self.evaluations, *(line for lines in self.samples.values() for line in lines[-1:])]
         latest = max([self.last.begin["time"], *(line["time"] for line in lines)])
         intervals = [after["time"] - before["time"] for before, after in pairwise(self.rows[-_QUIET_ROWS:])]
-        quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals) if intervals else 0.0)
+        quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals or [0.0]))
         return bool(abs(self.read_at - latest) < quiet)
 
 
@@ -150,7 +148,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
 def repeated_folders(folders: Sequence[Path]) -> list[tuple[Path, Path]]:
     """Pairs of folders with the same records: a folder, and an earlier one."""
-    pairs, earlier = [], dict[frozenset[Path], Path]()
+    pairs = []
+    earlier: dict[frozenset[Path], Path] = {}
     for folder in folders:
         first = earlier.setdefault(frozenset(record.resolve() for record in _records(folder)), folder)
         if first is not folder:
@@ -159,10 +158,10 @@ def repeated_folders(folders: Sequence[Path]) -> list[tuple[Path, Path]]:
 
 
 def _records(folder: Path) -> list[Path]:
-    names = (RECORD_FOLDER, f"{RECORD_FOLDER}-[0-9]*")  # a process with several Trainers has several records
-    found = [path for name in names for pattern in (name, f"*/{name}") for path in sorted(folder.glob(pattern))]
-    candidates = [folder, *found]
-    records = [path.absolute() for path in candidates if (path / RECORD_ATTEMPTS).is_file()]
+    further = f"{RECORD_FOLDER}-[0-9]*"  # a process with several Trainers has several records
+    patterns = (RECORD_FOLDER, f"*/{RECORD_FOLDER}", further, f"*/{further}")
+    found = chain.from_iterable(sorted(folder.glob(pattern)) for pattern in patterns)
+    records = [path.absolute() for path in (folder, *found) if (path / RECORD_ATTEMPTS).is_file()]
     if not records:
         what = "has no record of a run" if folder.is_dir() else "is not a folder"
         raise UsageError(
@@ -197,7 +196,6 @@ def _read(record: Path, name: str) -> RunHistory:
         tuple(line for line in rows if line["event"] == "eval"),
         samples,
         _recorded(attempts, "rank*_steps*.json.gz"),
-        _recorded(attempts, "memory_rank*_steps*.json"),
         reader.unreadable,
         time.time(),
     )
@@ -335,7 +333,8 @@ def _attempts(record: Path, lines: Sequence[Line]) -> tuple[Attempt, ...]:
 def _attempt(begin: Line, further: Sequence[Line]) -> Attempt:
     events = ("advice", "done", "stop", "end")
     advice, done, stops, ends = (tuple(line for line in further if line["event"] == name) for name in events)
-    return Attempt(begin["attempt"], begin, advice, done[-1] if done else None, stops[-1] if stops else None, ends)
+    last_done = next(reversed(done), None)
+    return Attempt(begin["attempt"], begin, advice, last_done, next(reversed(stops), None), ends)
 
 
 def _recorded(attempts: Sequence[Attempt], pattern: str) -> tuple[Path, ...]:

@@ -6,12 +6,10 @@ Times are in seconds; shares are fractions of the recorded time, `wall`.
 
 import re
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import Any
 
 from ddp_kit.report.trace_recording import (
     CodeLocation,
@@ -58,10 +56,10 @@ def synchronisations(recording: Recording, steps: int | None) -> tuple[Synchroni
     """
     spent: dict[tuple[str, CodeLocation | None], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for index, event in waits_of_the_host(recording) if recording.gpu else _would_wait(recording):
-        inner = recording.calls.operator[index] if recording.gpu else index
-        # An operator that copies and then waits counts as one synchronisation.
-        once = inner if inner >= 0 else index
-        spent[_name(recording, index), recording.calls.place(index)][once] += event.end - event.start
+        once = index
+        if recording.gpu and recording.calls.operator[index] >= 0:
+            once = recording.calls.operator[index]  # which may copy and then wait
+        spent[_operation_name(recording, index), recording.calls.place(index)][once] += event.end - event.start
     results = [
         Synchronisation(name, place, len(times), len(times) / steps if steps else None, sum(times.values()))
         for (name, place), times in spent.items()
@@ -99,7 +97,7 @@ def _counts_steps(recording: Recording, index: int) -> bool:
     return False
 
 
-def _name(recording: Recording, index: int) -> str:
+def _operation_name(recording: Recording, index: int) -> str:
     """The name of the outermost `aten::` operator that contains a call or, without one, the name of the call."""
     name = recording.calls.events[index].name
     names = [recording.calls.events[outer].name for outer in recording.calls.operators(index)]
@@ -142,12 +140,16 @@ class GpuTime:
 
 def gpu_time(recording: Recording) -> GpuTime | None:
     """Time breakdown of the busiest GPU in the trace; None if the trace contains no kernels."""
-    device = _busiest_device(recording.gpu)
-    kernels = [event for event in recording.gpu if event.kind == "kernel" and event.thread[0] == device]
+    by_device: dict[object, list[Event]] = defaultdict(list)
+    for event in recording.gpu:
+        by_device[event.thread[0]].append(event)
+    events = max(by_device.values(), key=_seconds_of_kernels, default=[])
+    kernels = [event for event in events if event.kind == "kernel"]
     if not kernels:
         return None
-    copies = [event for event in recording.gpu if event.kind != "kernel" and event.thread[0] == device]
-    start, end = min(event.start for event in kernels), max(event.end for event in kernels)
+    copies = [event for event in events if event.kind != "kernel"]
+    start = min(event.start for event in kernels)
+    end = max(event.end for event in kernels)
     communication = _spans(event for event in kernels if is_communication(event))
     computing = _spans(event for event in kernels if not is_communication(event))
     without_kernel = gaps(merged(computing + communication), start, end)
@@ -172,12 +174,8 @@ def is_communication(kernel: Event) -> bool:
     return "nccl" in kernel.name.lower()
 
 
-def _busiest_device(events: Iterable[Event]) -> object:
-    spent: dict[object, float] = defaultdict(float)
-    for event in events:
-        if event.kind == "kernel":
-            spent[event.thread[0]] += event.end - event.start
-    return max(spent, key=spent.__getitem__, default=None)
+def _seconds_of_kernels(events: Iterable[Event]) -> float:
+    return sum(event.end - event.start for event in events if event.kind == "kernel")
 
 
 def _spans(events: Iterable[Event]) -> Spans:
@@ -197,7 +195,7 @@ def _causes(recording: Recording, idle: Spans, work: list[Event]) -> dict[str, f
     for start, end in idle:
         in_data = total(common([(start, end)], data))
         causes["data"] += in_data
-        following = work[bisect_right(starts, start)] if starts[-1] > start else work[-1]
+        following = work[min(bisect_right(starts, start), len(work) - 1)]
         causes[_cause(recording, start, following, waits)] += end - start - in_data
     return causes
 
@@ -209,199 +207,6 @@ def _cause(recording: Recording, start: float, following: Event, waits: Spans) -
     launch = recording.launch(following)
     launched_in_time = launch >= 0 and recording.calls.events[launch].end <= start
     return "queued" if launched_in_time else "host"
-
-
-# --- Matrix products and convolutions ---------------------------------------------------------------------------------
-# Find operations that do not use the tensor cores, or do not use them at full speed.
-# Source: NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements": from cuBLAS 11 on, tensor
-# cores can be used at any size, and are most efficient if M, N and K are multiples of 16 bytes. This module applies the
-# same rule to the channels of a convolution and to the head dimension of attention. float32 uses tensor cores only as
-# TF32; float64 uses them on few GPUs, many times slower than 16-bit types.
-
-
-ALIGNED_BYTES = 16
-_TYPES = {
-    "float": ("float32", 4),
-    "double": ("float64", 8),
-    "c10::Half": ("float16", 2),
-    "c10::BFloat16": ("bfloat16", 2),
-}
-_FIRST_MATRIX = {
-    "aten::mm": 0,
-    "aten::bmm": 0,
-    "aten::_scaled_mm": 0,
-    "aten::addmm": 1,
-    "aten::_addmm_activation": 1,
-    "aten::baddbmm": 1,
-    "aten::addbmm": 1,
-}
-_ATTENTION = re.compile(r"aten::(scaled_dot_product_attention|_scaled_dot_product_\w+_backward)$")
-# Kernel names of cuBLAS, cuDNN and CUTLASS: `ampere_sgemm_128x64_tn` does not use tensor cores;
-# `cutlass_80_tensorop_s1688gemm_64x64`, `ampere_bf16_s16816gemm`, `sm90_xmma_gemm` and `nvjet_hsh_128x64` do.
-_WITHOUT_TENSOR_CORES = re.compile(r"(?<![a-z0-9])[sd]gemm|simt|gemv|scudnn")
-_WITH_TENSOR_CORES = re.compile(r"tensorop|\d884|1688|16816|xmma|wgmma|gmma|hmma|nvjet|flash|fmha|cutlass3x", re.I)
-
-Shape = tuple[str, tuple[tuple[str, int], ...]]
-
-
-@dataclass(frozen=True)
-class _Key:
-    operator: str
-    type: str
-    bytes: int
-    shapes: str
-    sizes: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class MatrixProduct:
-    """Matrix products or convolutions of one type and shape.
-
-    `kernel`: the slowest kernel; None on a CPU. `problem`: "" if the tensor cores are used at full speed, as far as is
-    known; otherwise "float32", "float64", "kernel" (the kernel does not use tensor cores, although they support the
-    type) or "alignment". `pad`: for "alignment", the dimensions to change, such as ("N", 50257, 50264).
-    """
-
-    operator: str
-    type: str
-    shapes: str
-    calls: int
-    seconds: float
-    share: float
-    modules: tuple[str, ...]
-    kernel: str | None
-    problem: str
-    pad: tuple[tuple[str, int, int], ...]
-
-
-def matrix_products(recording: Recording, *, tf32: bool | None) -> tuple[MatrixProduct, ...]:
-    """Matrix products and convolutions by operator, type and shape, sorted by total time, longest first.
-
-    `tf32`: whether float32 may use tensor cores, or None if not known.
-    """
-    kernels = _kernels(recording)
-    groups: dict[_Key, list[int]] = defaultdict(list)
-    innermost = {index: key for index, event in recording.host("cpu_op") if (key := _key(event)) is not None}
-    for outer in {outer for index in innermost for outer in recording.calls.operators(index)} & innermost.keys():
-        del innermost[outer]
-    for index, key in innermost.items():
-        groups[key].append(index)
-    products = [_product(recording, key, indices, kernels, tf32) for key, indices in groups.items()]
-    return tuple(sorted(products, key=lambda product: -product.seconds))
-
-
-def _kernels(recording: Recording) -> dict[int, list[Event]]:
-    """Map operator indices to the kernels that the operator launched, itself or through operators that it called."""
-    kernels = defaultdict(list)
-    for event in recording.gpu:
-        launch = recording.launch(event)
-        if event.kind == "kernel" and launch >= 0:
-            for operator in recording.calls.operators(launch):
-                kernels[operator].append(event)
-    return kernels
-
-
-def _product(
-    recording: Recording, key: _Key, indices: list[int], kernels: dict[int, list[Event]], tf32: bool | None
-) -> MatrixProduct:
-    events = [kernel for index in indices for kernel in kernels.get(index, ())]
-    timed = events if recording.gpu else [recording.calls.events[index] for index in indices]
-    seconds = sum(event.end - event.start for event in timed)
-    slowest = max(events, key=_tells_and_seconds).name if events else None
-    problem, pad = _problem(key, slowest, tf32)
-    modules = Counter(module for index in indices if (module := recording.calls.module(index)) is not None)
-    wall = recording.end - recording.start
-    return MatrixProduct(
-        operator=key.operator,
-        type=key.type,
-        shapes=key.shapes,
-        calls=len(indices),
-        seconds=seconds,
-        share=seconds / wall if wall else 0.0,
-        modules=tuple(modules),
-        kernel=slowest,
-        problem=problem,
-        pad=pad,
-    )
-
-
-def _problem(key: _Key, kernel: str | None, tf32: bool | None) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-    uses = _uses_tensor_cores(kernel)
-    if key.type == "float64":
-        return "float64", ()
-    if key.type == "float32" and (uses is False or (uses is None and tf32 is False)):
-        return "float32", ()
-    multiple = max(ALIGNED_BYTES // key.bytes, 1)
-    pad = tuple(
-        (name, size, -(-size // multiple) * multiple) for name, size in key.sizes if size > 1 and size % multiple
-    )
-    if pad:
-        return "alignment", pad
-    return ("kernel" if uses is False else ""), ()
-
-
-def _tells_and_seconds(kernel: Event) -> tuple[bool, float]:
-    """Sort key that prefers kernels whose name shows whether they use tensor cores.
-
-    A matrix product may also launch a copy kernel, which may take longer than the matrix product.
-    """
-    return _uses_tensor_cores(kernel.name) is not None, kernel.end - kernel.start
-
-
-def _uses_tensor_cores(kernel: str | None) -> bool | None:
-    """Whether a kernel uses tensor cores, judged by its name, or None if not known."""
-    if kernel is None:
-        return None
-    if _WITH_TENSOR_CORES.search(kernel):
-        return True
-    return False if _WITHOUT_TENSOR_CORES.search(kernel) else None
-
-
-def _key(event: Event) -> _Key | None:
-    shapes, types = event.args.get("Input Dims"), event.args.get("Input type")
-    if not isinstance(shapes, list) or not isinstance(types, list):
-        return None
-    try:
-        shape = _shape(event.name, shapes)
-        kind = _type(types[_FIRST_MATRIX.get(event.name, 0)])
-    except (IndexError, TypeError, ValueError):  # an operator with the same name but other arguments
-        return None
-    return _Key(event.name, *kind, *shape) if shape is not None and kind is not None else None
-
-
-def _type(name: str) -> tuple[str, int] | None:
-    if name.startswith("c10::Float8"):
-        return name.removeprefix("c10::").lower(), 1
-    return _TYPES.get(name)
-
-
-def _shape(operator: str, shapes: list[Any]) -> Shape | None:
-    """The shapes of an operator's inputs as text, and the dimensions that matter to tensor cores, by name."""
-    if operator in _FIRST_MATRIX:
-        first = _FIRST_MATRIX[operator]
-        (*batch, m, k), (*_, n) = shapes[first], shapes[first + 1]
-        many = f"{prod(batch)} x " if batch else ""
-        return f"{many}({m} x {k}) @ ({k} x {n})", (("M", m), ("N", n), ("K", k))
-    if operator == "aten::linear":
-        (*rows, k), (n, _) = shapes[0], shapes[1]
-        return f"({prod(rows)} x {k}) @ ({k} x {n})", (("M", prod(rows)), ("N", n), ("K", k))
-    if _ATTENTION.match(operator):
-        query = shapes[0]
-        return f"heads of {query[-1]}, {' x '.join(map(str, query))}", (("head dimension", query[-1]),)
-    if operator in ("aten::convolution", "aten::convolution_backward"):
-        return _convolution(shapes[1] if operator == "aten::convolution" else shapes[2])
-    return None
-
-
-def _convolution(weight: list[int]) -> Shape:
-    """The shape of a convolution as text, and the numbers of channels.
-
-    Numbers up to 4 are omitted, because special kernels exist for convolutions with few channels.
-    """
-    outputs, inputs, *window = weight
-    sizes = (("input channels", inputs), ("output channels", outputs))
-    size = "x".join(map(str, window))
-    return f"{inputs} to {outputs} channels, {size}", tuple(pair for pair in sizes if pair[1] > 4)
 
 
 # --- Most expensive operations ----------------------------------------------------------------------------------------
@@ -428,9 +233,9 @@ class Operation:
 def operations(recording: Recording) -> tuple[Operation, ...]:
     """The most expensive operations: kernels and copies on a GPU, or operators by self time on a CPU."""
     spent = _on_gpu(recording) if recording.gpu else _on_cpu(recording)
-    wall = recording.end - recording.start
+    wall = recording.end - recording.start or 1.0
     results = [
-        Operation(name, operator, len(times), sum(times), sum(times) / wall if wall else 0.0)
+        Operation(name, operator, len(times), sum(times), sum(times) / wall)
         for (name, operator), times in spent.items()
     ]
     return tuple(sorted(results, key=lambda operation: -operation.seconds)[:MOST])
@@ -447,14 +252,14 @@ def _on_gpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
 
 
 def _operator(recording: Recording, event: Event, by_id: dict[object, str]) -> str | None:
+    by_its_id = by_id.get(event.args.get("External id"))
     launch = recording.launch(event)
-    if launch >= 0:
-        operator = recording.calls.operator[launch]
-        if operator >= 0:
-            return recording.calls.events[operator].name
-    if event.args.get("External id") in by_id:
-        return by_id[event.args["External id"]]
-    return recording.calls.events[launch].name if launch >= 0 else None
+    if launch < 0:
+        return by_its_id
+    operator = recording.calls.operator[launch]
+    if operator >= 0:
+        return recording.calls.events[operator].name
+    return by_its_id or recording.calls.events[launch].name
 
 
 def _on_cpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
@@ -474,7 +279,11 @@ def _on_cpu(recording: Recording) -> dict[tuple[str, str | None], list[float]]:
 
 
 # Shares of the time below which there is little to gain.
-_IDLE, _ALONE, _PRODUCTS, _DATA, _OUTSIDE, _LARGE = 0.05, 0.05, 0.01, 0.10, 0.30, 0.10
+_IDLE = 0.05
+_ALONE = 0.05
+_DATA = 0.10
+_OUTSIDE = 0.30
+_LARGE = 0.10
 _MOST_EACH = 3
 
 Finding = tuple[float, str]
@@ -492,21 +301,19 @@ class TraceSummary:
     rank: int | None
     steps: tuple[int, int] | None
     device: str
-    device_name: str | None
     wall: float
     operations: tuple[Operation, ...]
     gpu: GpuTime | None
     waited_for_data: float
     outside: float
     synchronisations: tuple[Synchronisation, ...]
-    products: tuple[MatrixProduct, ...]
     with_stacks: bool
 
 
 def lines(summary: TraceSummary) -> list[str]:
     """The findings, one line of text each, most important first; empty if there is nothing to report."""
     findings: list[Finding] = []
-    for part in (_gpu, _synchronisations, _products, _host, _operations):
+    for part in (_gpu, _synchronisations, _host, _operations):
         findings.extend(part(summary))
     return [line for _, line in sorted(findings, key=lambda finding: -finding[0])]
 
@@ -565,53 +372,23 @@ def _synchronisations(summary: TraceSummary) -> Iterator[Finding]:
 
 
 def _synchronisation(one: Synchronisation, summary: TraceSummary) -> str:
-    often = f"{one.per_step:g} per step" if one.per_step is not None else f"{one.calls} in this trace"
-    where = f" in {one.place}" if one.place is not None else ""
-    waits = f"{one.seconds:.3g} s in total" if summary.device == "gpu" else "would wait for a GPU"
+    what = one.operation
     remedy = "keep the value on the device; trainer.log takes tensors, and reads them at log points"
-    if one.place is None and not summary.with_stacks:
+    if one.place is not None:
+        what = f"{what} in {one.place}"
+    elif not summary.with_stacks:
         remedy = "this trace contains no Python functions: record one with TrainerConfig(profile=...) to see the place"
-    return f"host-device synchronisation: {one.operation}{where}, {often}, {waits}: {remedy}"
-
-
-def _products(summary: TraceSummary) -> Iterator[Finding]:
-    on = "" if summary.device == "gpu" else "on a GPU, "
-    for problem, (what, remedy) in _PROBLEMS.items():
-        products = [one for one in summary.products if one.problem == problem and one.share > _PRODUCTS]
-        if problem == "alignment":
-            # The forward and the backward product of a module are one finding.
-            by_modules = {frozenset(one.modules) or one.shapes: one for one in reversed(products)}
-            for one in sorted(by_modules.values(), key=lambda one: -one.share)[:_MOST_EACH]:
-                padding = ", ".join(f"{name} from {size} to {padded}" for name, size, padded in one.pad)
-                yield one.share, f"{on}{_named(one)} {what}: pad {padding}"
-        elif products:
-            share = sum(one.share for one in products)
-            which = _named(products[0]) + (f" and {len(products) - 1} more" if len(products) > 1 else "")
-            yield share, f"{on}{which} {what} ({share:.0%} of the time): {remedy}"
-
-
-_PROBLEMS = {
-    "float32": ("cannot use the tensor cores in float32", 'use precision="bf16" or "tf32"'),
-    "float64": ("cannot use the tensor cores in float64, or only slowly", "use float32 or a smaller type"),
-    "kernel": ("ran without tensor cores", "check which kernel ran: matrices with few rows have no tensor-core kernel"),
-    "alignment": (
-        "cannot use the tensor cores at full speed, because not all dimensions are multiples of 16 bytes",
-        "",
-    ),
-}
-
-
-def _named(product: MatrixProduct) -> str:
-    modules = f" of {', '.join(product.modules[:3])}" if product.modules else ""
-    more = f" and {len(product.modules) - 3} more" if len(product.modules) > 3 else ""
-    return f"{product.operator} {product.type} {product.shapes}{modules}{more}"
+    often = f"{one.per_step:g} per step" if one.per_step is not None else f"{one.calls} in this trace"
+    waits = f"{one.seconds:.3g} s in total" if summary.device == "gpu" else "would wait for a GPU"
+    return f"host-device synchronisation: {what}, {often}, {waits}: {remedy}"
 
 
 def _host(summary: TraceSummary) -> Iterator[Finding]:
     """Findings about the host, only for CPU traces: in a GPU trace, the GPU's idle time shows the same problems."""
     if summary.device == "gpu" or not summary.wall:
         return
-    data, outside = summary.waited_for_data / summary.wall, summary.outside / summary.wall
+    data = summary.waited_for_data / summary.wall
+    outside = summary.outside / summary.wall
     if data > _DATA:
         yield data, f"{data:.0%} of the time went to waiting for data: raise data.num_workers"
     if outside > _OUTSIDE:
@@ -625,9 +402,10 @@ def _host(summary: TraceSummary) -> Iterator[Finding]:
 def _operations(summary: TraceSummary) -> Iterator[Finding]:
     if summary.operations and summary.operations[0].share > _LARGE:
         first = summary.operations[0]
-        by = f" (by {first.operator})" if first.operator else ""
         name = first.name if len(first.name) <= 80 else f"{first.name[:77]}..."
-        yield 0.0, f"{first.share:.0%} of the time went to {name}{by}, {first.calls} calls: optimize this first"
+        if first.operator:
+            name = f"{name} (by {first.operator})"
+        yield 0.0, f"{first.share:.0%} of the time went to {name}, {first.calls} calls: optimize this first"
 
 
 # --- Reading a trace --------------------------------------------------------------------------------------------------
@@ -647,38 +425,30 @@ def read_trace(path: Path) -> TraceSummary:
     recording = recording_of(trace)
     rank, steps = _rank_and_steps(trace, recording)
     count = steps[1] - steps[0] + 1 if steps else None
-    precision = trace.facts.get("float32_matmul_precision")
-    tf32 = precision in ("high", "medium") if precision is not None else None
     waits = recording.waits_for_data()
     busy = merged(recording.in_operators() + waits)
     return TraceSummary(
         rank=rank,
         steps=steps,
         device="gpu" if recording.gpu else "cpu",
-        device_name=_device_name(trace) if recording.gpu else None,
         wall=recording.end - recording.start,
         operations=operations(recording),
         gpu=gpu_time(recording),
         waited_for_data=total(waits),
         outside=total(gaps(busy, recording.start, recording.end)),
         synchronisations=synchronisations(recording, count),
-        products=matrix_products(recording, tf32=tf32),
         with_stacks=any(event.kind == "python_function" for event in trace.events),
     )
 
 
 def _rank_and_steps(trace: TraceFile, recording: Recording) -> tuple[int | None, tuple[int, int] | None]:
     """Rank and steps from the trace. If the trace does not contain them, they are read from the file name."""
-    named = _FILE.match(trace.path.name)
-    world = trace.facts.get("distributedInfo")
-    rank = world.get("rank") if isinstance(world, dict) else None
-    if not isinstance(rank, int):
-        rank = int(named[1]) if named else None
-    steps = recording.steps or ((int(named[2]), int(named[3])) if named else None)
+    rank = None
+    steps = recording.steps
+    if named := _FILE.match(trace.path.name):
+        rank, first, last = map(int, named.groups())
+        steps = steps or (first, last)
+    match trace.facts.get("distributedInfo"):
+        case {"rank": int(told)}:
+            rank = told
     return rank, steps
-
-
-def _device_name(trace: TraceFile) -> str | None:
-    devices = trace.facts.get("deviceProperties")
-    first = devices[0] if isinstance(devices, list) and devices else None
-    return str(first["name"]) if isinstance(first, dict) and "name" in first else None

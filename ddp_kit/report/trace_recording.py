@@ -39,7 +39,8 @@ def common(one: Spans, other: Spans) -> Spans:
     intersection: Spans = []
     i = j = 0
     while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        start = max(one[i][0], other[j][0])
+        end = min(one[i][1], other[j][1])
         if start < end:
             intersection.append((start, end))
         if one[i][1] < other[j][1]:
@@ -114,21 +115,20 @@ def load(path: Path) -> TraceFile:
 
     Raises `UsageError` if the file cannot be read, is cut off, or is not a trace of torch.profiler.
     """
-    content = _json(path, _text(path))
-    entries = content.get("traceEvents") if isinstance(content, dict) else None
-    if not isinstance(entries, list):
-        what = f"its keys are {sorted(content)[:5]}" if isinstance(content, dict) else f"it contains {kind_of(content)}"
-        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: {what}")
-    count = len(entries)
-    entries = [entry for entry in entries if _is_event(entry)]
+    content = _json(path, _file_text(path))
+    if not isinstance(content, dict):
+        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: it contains {kind_of(content)}")
+    everything = content.pop("traceEvents", None)
+    if not isinstance(everything, list):
+        raise _not_a_trace(path, f"is JSON, but not a torch.profiler trace: its keys are {sorted(content)[:5]}")
+    entries = [entry for entry in everything if _is_event(entry)]
     if not entries:
-        raise _not_a_trace(path, f"has no operators or kernels among its {count} entries")
+        raise _not_a_trace(path, f"has no operators or kernels among its {len(everything)} entries")
     origin = entries[0]["ts"]  # large timestamps lose digits
-    events = [_event(entry, origin) for entry in entries]
-    return TraceFile(path, {name: value for name, value in content.items() if name != "traceEvents"}, events)
+    return TraceFile(path, content, [_event(entry, origin) for entry in entries])
 
 
-def _text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
         if raw[:2] == b"\x1f\x8b":
@@ -147,8 +147,8 @@ def _json(path: Path, text: str) -> Any:
     try:
         return json.loads(text, strict=False)
     except json.JSONDecodeError as error:
-        begun, written = text.lstrip()[:1] in ("{", "["), text.rstrip()
-        if begun and (error.pos >= len(written) or not written.endswith(("}", "]"))):
+        written = text.rstrip()
+        if text.lstrip().startswith(("{", "[")) and (error.pos >= len(written) or not written.endswith(("}", "]"))):
             raise _cut_off(path) from None
         raise _not_a_trace(path, f"is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
@@ -198,7 +198,6 @@ def _not_a_trace(path: Path, what: str) -> UsageError:
 _OUTERMOST_FIRST = {"python_function": 0, "user_annotation": 1, "cpu_op": 2, "cuda_runtime": 3, "cuda_driver": 3}
 _FRAME = re.compile(r"^([^<].*)\((\d+)\): (.+)$")
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
-_MODULE = "nn.Module: "
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
@@ -248,7 +247,8 @@ class CallTree:
 
     def callers(self, index: int) -> Iterator[int]:
         """Yield the indices of the events that enclose event `index`, innermost first."""
-        start, outer = self.events[index].start, self.caller[index]
+        start = self.events[index].start
+        outer = self.caller[index]
         while outer >= 0:
             # An annotation begins within the function that creates it, and ends after that function.
             if self.events[outer].end > start:
@@ -272,17 +272,6 @@ class CallTree:
             place = _place(self.events[outer])
             if place is not None and place.library not in ("torch", "python"):
                 return place
-        return None
-
-    def module(self, index: int) -> str | None:
-        """The innermost module around an event, such as `Linear_3`: the fourth Linear called.
-
-        In a backward pass, this is the module around the forward operator.
-        """
-        for outer in self.callers(self._source(index)):
-            name = self.events[outer].name
-            if name.startswith(_MODULE):
-                return name.removeprefix(_MODULE)
         return None
 
     def within(self, index: int, folders: tuple[str, ...]) -> bool:
@@ -329,8 +318,9 @@ def _library(file: str) -> str:
         return "torch"
     if file.startswith("ddp_kit/"):
         return "ddpkit"
-    is_standard = "/lib/python3" in file or file.split("/")[0].removesuffix(".py") in sys.stdlib_module_names
-    return "python" if is_standard else ""
+    if "/lib/python3" in file or file.split("/")[0].removesuffix(".py") in sys.stdlib_module_names:
+        return "python"
+    return ""
 
 
 def _inside_packages(file: str) -> str:
@@ -409,7 +399,9 @@ def recording_of(trace: TraceFile) -> Recording:
     bounds = [mark for _, mark in marks] or [e for e in calls.events if e.kind in ("cpu_op", "user_annotation")]
     gpu = tuple(event for event in trace.events if event.kind in GPU)
     bounds = bounds or list(gpu) or trace.events
-    start, host_end = min(event.start for event in bounds), max(event.end for event in bounds)
+    start = min(event.start for event in bounds)
+    host_end = max(event.end for event in bounds)
+    numbers = [number for number, _ in marks]
     gpu = tuple(event for event in gpu if event.start >= start)
     return Recording(
         calls=calls,
@@ -419,7 +411,7 @@ def recording_of(trace: TraceFile) -> Recording:
             for index, event in enumerate(calls.events)
             if event.kind in ("cuda_runtime", "cuda_driver") and "correlation" in event.args
         },
-        steps=(min(number for number, _ in marks), max(number for number, _ in marks)) if marks else None,
+        steps=(min(numbers), max(numbers)) if numbers else None,
         main=marks[0][1].thread if marks else _busiest_thread(calls.events),
         start=start,
         host_end=host_end,
@@ -431,4 +423,4 @@ def _busiest_thread(events: list[Event]) -> object:
     """The thread that runs the optimizer or, if no thread does, the thread with the most operators."""
     counts = Counter(event.thread for event in events if event.kind == "cpu_op")
     counts.update({event.thread: len(events) for event in events if event.name.startswith("Optimizer.step#")})
-    return max(counts, key=counts.__getitem__) if counts else None
+    return max(counts, key=counts.__getitem__, default=None)

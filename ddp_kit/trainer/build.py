@@ -32,6 +32,7 @@ from ddp_kit.memory.measure import PeakMemory, config_to_plan
 from ddp_kit.model.activations import Activations
 from ddp_kit.model.compilation import compile_in_place, without_wrappers
 from ddp_kit.model.precision import Precision
+from ddp_kit.model.tensor_cores import advise_on_sizes
 from ddp_kit.parallel import Options, strategy_for
 from ddp_kit.parallel.strategy import sizes_of
 from ddp_kit.trainer.agreement import Entry, RankAgreement
@@ -285,6 +286,7 @@ def place_model(model: nn.Module, placement: Placement) -> PlacedModel:
         bf16_inputs=settings.bf16_inputs,
     )
     description = described_model(model)
+    advise_on_sizes(model, settings.precision, world.device)
     precision.prepare(model)
     if settings.compile is not None:
         compile_in_place(model, settings.compile)

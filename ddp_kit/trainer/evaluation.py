@@ -17,8 +17,8 @@ from ddp_kit.errors import DdpKitError, LossError
 from ddp_kit.heartbeat import Phase
 from ddp_kit.log import logger
 from ddp_kit.metrics import Mean, MetricObject, checked, reduced
+from ddp_kit.model.modes import in_mode
 from ddp_kit.records import Step
-from ddp_kit.structures import in_mode
 from ddp_kit.torch_internals import collectives_of_all_groups
 from ddp_kit.trainer.context import MetricFunction, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.position import Position, RunState
@@ -208,12 +208,15 @@ def evaluate(
     objects = {name: metric for name, metric in metrics.items() if isinstance(metric, MetricObject)}
     for counting in objects.values():
         counting.start(device)
-    stopped, begun = False, collectives_of_all_groups()
+    alone = not context.strategy.divides_weights
+    stopped = False
+    begun = collectives_of_all_groups()
     with evaluating(context.model, *context.loss_modules) as outputs, context.logged.set_aside():
         batches = context.strategy.evaluation(data.batches(), data.filler_batch)
         for number, (samples, batch) in enumerate(with_bar(batches, label, data.count, context.world.is_main)):
-            # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted.
-            stopped = number > 0 and stops is not None and stops() and collectives_of_all_groups() == begun
+            # Ranks may stop after different batches, so an evaluation whose batches run collectives is not interrupted:
+            # those of the strategy, or those of the loss function or a metric, which only their number can show.
+            stopped = number > 0 and stops is not None and stops() and alone and collectives_of_all_groups() == begun
             if stopped:
                 break
             context.heartbeat.enter(Phase.EVALUATION)

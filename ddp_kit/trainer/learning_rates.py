@@ -426,8 +426,8 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
         )
     options = train_batching(dataset, template, config.data)
     ranks = sizes_of(config.parallel, from_env().world_size).data
-    drop_last = config.data.drop_last or bool(options and options.drop_last)
-    if options is not None and options.batches is not None:
+    drop_last = config.data.drop_last or options.drop_last
+    if options.batches is not None:
         passes = config.accumulation_steps or 1
         plan = plan_batches(passes * ranks, None, passes, ranks)  # of batches instead of samples
         lengths = lengths_in(options.batches, "batch sampler", config.seed, epochs)
@@ -441,7 +441,7 @@ def _steps_in(epochs: range, config: TrainerConfig, train_data: Data) -> int:
     if template is not None and iterates_itself(template):
         plan = plan_batches(plan.accumulation * ranks, None, plan.accumulation, ranks)
         lengths = lengths_in(template, "DataLoader", config.seed, epochs)
-    elif options is not None and options.sampler is not None:
+    elif options.sampler is not None:
         lengths = lengths_in(options.sampler, "sampler", config.seed, epochs)
     else:
         DatasetEpoch(dataset, config.seed).set(epochs.start)

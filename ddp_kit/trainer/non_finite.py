@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from ddp_kit.data.collate import tensors_in
 from ddp_kit.metrics import Loss
-from ddp_kit.structures import each_value
+from ddp_kit.structures import each_value, tensors_in
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import memory_of, pytree
 from ddp_kit.trainer.context import TrainerContext

@@ -14,7 +14,7 @@ from ddp_kit.errors import LossError
 from ddp_kit.log import logger
 from ddp_kit.memory.choose import out_of_memory_hint
 from ddp_kit.metrics import checked, total_of
-from ddp_kit.structures import in_mode
+from ddp_kit.model.modes import in_mode
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.profile import save_memory_snapshot
 from ddp_kit.trainer.snapshots import RunSnapshot, StepSnapshot

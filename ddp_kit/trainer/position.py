@@ -12,7 +12,8 @@ from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.checkpoint.state import SavedPart, as_text, from_text
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data import ReaderState
-from ddp_kit.data.feed import PER_RANK, RANKS, StreamPosition
+from ddp_kit.data.comparison import check_same_samples
+from ddp_kit.data.feed import StreamPosition
 from ddp_kit.distributed.barrier import all_arrive
 from ddp_kit.distributed.consistency import Facts
 from ddp_kit.distributed.world import (
@@ -20,7 +21,6 @@ from ddp_kit.distributed.world import (
     decoded,
     encoded,
     random_states_kept,
-    rank_count,
     set_random_states,
 )
 from ddp_kit.errors import DataError, DdpKitError
@@ -87,31 +87,14 @@ class Position(SavedPart):
             self.epoch_facts = {}
 
     def check_facts(self, epoch_length: int | None, facts: Facts) -> None:
-        """Raise `DataError` if `facts` have changed during the epoch: the run would continue with different samples.
+        """Raise `DataError` if `facts` have changed during the epoch: see `check_same_samples`.
 
         `epoch_length`: the number of steps in the epoch, if known. `facts`: see `epoch_facts`.
         """
-        found: list[tuple[str, object, object]] = [("the number of its steps", self.epoch_length, epoch_length)]
-        before = self.epoch_facts
-        if RANKS in facts and before.get(RANKS, facts[RANKS]) != facts[RANKS]:
-            logger.warning(
-                "epoch {} was started with {} and resumes with {}: each rank skips the part of its own stream "
-                "before this step, so samples of this epoch may be left out or used twice, depending on how the "
-                "dataset divides them among the ranks",
-                self.epoch + 1,
-                rank_count(int(before[RANKS])),
-                facts[RANKS],
-            )
-            before = {name: value for name, value in before.items() if name not in PER_RANK}
-        found += [(name, before[name], facts.get(name)) for name in before if name != RANKS]
-        differ = [f"{name} was {old} and is now {new}" for name, old, new in found if old is not None and old != new]
-        if differ:
-            raise DataError(
-                f"the run resumes after {self.steps_in_epoch} steps of epoch {self.epoch + 1}, but the next steps "
-                f"would use different samples than before: {'; '.join(differ)}",
-                "resume with the same data and settings; they may change from the next epoch on. To start from step 0, "
-                "use another checkpoint.dir, checkpoint.resume=None, or a new Trainer",
-            )
+        length = "the number of its steps"
+        before: Facts = {} if self.epoch_length is None else {length: self.epoch_length}
+        now: Facts = {} if epoch_length is None else {length: epoch_length}
+        check_same_samples(before | self.epoch_facts, now | facts, self.epoch, self.steps_in_epoch)
 
     def last_step(self, config: TrainerConfig, steps_in: Callable[[range], int | None]) -> int | None:
         """The number of optimizer steps in the whole run; None if unknown.
@@ -332,7 +315,7 @@ def save_when_left(steps: Loop, world: World, checkpoints: Checkpoints, run_stat
             steps.close()
             try:
                 if due:
-                    checkpoints.save_final()
+                    checkpoints.at_end()
                 else:
                     checkpoints.wait_for_saves()
             except DdpKitError as error:  # Python may swallow an error raised while a generator is closed

@@ -199,11 +199,10 @@ class Preemption:
         if request is None:
             return
         if request.purpose is Purpose.SAVE:
-            self._checkpoints.save_once()
+            self._checkpoints.after_interval()
             return
         try:
-            self._checkpoints.save_once()
-            self._checkpoints.save_final()
+            self._checkpoints.at_stop()
             _save_others(self, self._world)
         finally:
             _signals.received = None  # until here, a second Ctrl-C interrupts
@@ -252,7 +251,7 @@ def _save_others(stopping: Preemption, world: World) -> None:
         other = alive[number]
         if other._position.step and not other._checkpoints.is_saved:
             try:
-                other._checkpoints.save_and_close()
+                other._checkpoints.at_stop()
             except DdpKitError as error:  # do not raise: the stopping Trainer is saved already, and must exit
                 logger.error("another Trainer could not be saved in {}: {}", other._folder, error)
             else:

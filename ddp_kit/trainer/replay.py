@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.reader import unpack
-from ddp_kit.data.collate import tensors_in, unpacked
+from ddp_kit.data.collate import unpacked
 from ddp_kit.data.feed import Share
 from ddp_kit.distributed.consistency import bits
 from ddp_kit.distributed.world import (
@@ -45,7 +45,7 @@ from ddp_kit.distributed.world import (
 from ddp_kit.errors import CheckpointError, FaultyRankError
 from ddp_kit.log import logger
 from ddp_kit.metrics import Loss
-from ddp_kit.structures import with_copied_containers
+from ddp_kit.structures import tensors_in, with_copied_containers
 from ddp_kit.texts import some
 from ddp_kit.trainer.context import TrainerContext
 from ddp_kit.trainer.model_flops import device_name

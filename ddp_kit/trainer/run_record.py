@@ -27,7 +27,7 @@ from ddp_kit.callbacks.rows import columns, file_row
 from ddp_kit.config.settings import TrainerConfig, absolute
 from ddp_kit.data.sampler import BatchPlan
 from ddp_kit.distributed.consistency import options_of, plain
-from ddp_kit.distributed.world import World, rank_count
+from ddp_kit.distributed.world import World
 from ddp_kit.env import (
     RECORD_ATTEMPTS,
     RECORD_FOLDER,
@@ -42,7 +42,7 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
-from ddp_kit.texts import plural, size_text
+from ddp_kit.texts import count_text, duration_text, plural, size_text
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.updates import optimizer_kind
 
@@ -51,7 +51,6 @@ from ddp_kit.trainer.updates import optimizer_kind
 
 _WORTH_SAYING = 0.05
 """Phases with a smaller share of the time are left out."""
-_UNITS = ((1e9, "billion"), (1e6, "million"))
 
 
 def described_model(model: nn.Module) -> str:
@@ -61,9 +60,9 @@ def described_model(model: nn.Module) -> str:
     trained = sum(parameter.numel() * parameter.requires_grad for parameter in parameters)
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    text = f"{type(model).__name__}: {_count(total)} parameters, "
+    text = f"{type(model).__name__}: {count_text(total)} parameters, "
     if trained != total:
-        text += f"{_count(trained)} of them trained ({100 * trained / total:.3g}%), "
+        text += f"{count_text(trained)} of them trained ({100 * trained / total:.3g}%), "
     return f"{text}{size_text(size)} in {' and '.join(kinds)}"
 
 
@@ -116,7 +115,7 @@ def announce(
         length += f", {plural(config.last_epoch, 'epoch')}"
     if planned is not None:
         length += f"; planned memory {size_text(planned)} per device"
-    logger.info("{} on {}, {}: {}; {}", rank_count(world.world_size), device, config.precision, division, length)
+    logger.info("{} on {}, {}: {}; {}", plural(world.world_size, "rank"), device, config.precision, division, length)
 
 
 def conclude(
@@ -134,17 +133,17 @@ def conclude(
         return
     rows = result.history
     trained = sum(steps * row.step_seconds for steps, row in _lengths(rows, began))
-    parts = [f"{result.steps - began} steps in {_duration(seconds)}"]
+    parts = [f"{result.steps - began} steps in {duration_text(seconds)}"]
     shares = time_shares(rows, began)
     if shares:
         each = trained / (rows[-1].step - began)
         spent = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _WORTH_SAYING)
-        parts.append(f"{_duration(each)} each: {spent}")
+        parts.append(f"{duration_text(each)} each: {spent}")
     known = [(row.mfu, steps * row.step_seconds) for steps, row in _lengths(rows, began) if row.mfu is not None]
     if known:
         parts.append(f"MFU {fmean(*zip(*known, strict=True)):.1%}")
     if seconds - trained > _WORTH_SAYING * seconds:
-        parts.append(f"{_duration(seconds - trained)} for evaluations, checkpoints and callbacks")
+        parts.append(f"{duration_text(seconds - trained)} for evaluations, checkpoints and callbacks")
     values = {"loss": result.loss} | {f"eval {name}": value for name, value in result.metrics.items()}
     parts.append(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
     if best is not None:
@@ -174,24 +173,6 @@ def _lengths(rows: Sequence[LogRow], began: int) -> list[tuple[int, LogRow]]:
     """Pairs of (number of steps since the previous row, row)."""
     ends = [began, *(row.step for row in rows)]
     return [(row.step - before, row) for before, row in zip(ends, rows, strict=False)]
-
-
-def _count(number: int) -> str:
-    for unit, name in _UNITS:
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:,}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 # --- Run record -------------------------------------------------------------------------------------------------------

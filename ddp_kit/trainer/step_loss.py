@@ -258,10 +258,9 @@ class StepLoss:
             finite = lenient or bool(torch.isfinite(total))
             if finite:
                 self._advise(value, batch)
-        except LossError:
-            if self._parameters.any_gradient and not gradients_before:
-                error = backward_called()
-            self.agree(error)  # raises the error on all ranks
+        except LossError as error:
+            called = self._parameters.any_gradient and not gradients_before
+            self.agree(backward_called() if called else error)  # raises the error on all ranks
             raise
         self.agree(value, finite=finite)
         return value

@@ -281,7 +281,7 @@ class Trainer:
         )
         self._call_callbacks("on_fit_end", result)
         with self._run.heartbeat.during(Phase.CHECKPOINT):
-            run.checkpoints.save_final()  # the last evaluation or a callback may have requested a save
+            run.checkpoints.at_end()  # the last evaluation or a callback may have requested a save
         conclude(result, began, time.perf_counter() - began_at, run.checkpoints.best, run.checkpoints.newest)
         # The callbacks of other ranks may still be writing files.
         barrier.wait_for_all(self.world, f"the end of trainer.fit() after step {self.step}")
@@ -322,7 +322,7 @@ class Trainer:
         """
         if self._enter("save()"):
             with self._run.heartbeat.during(Phase.CHECKPOINT):
-                self._run.checkpoints.save_or_postpone()
+                self._run.checkpoints.on_request()
 
     def resume(self, path: str | Path) -> None:
         """Load the whole state of a run from a checkpoint: weights, optimizer, random states, position, callbacks.
@@ -481,7 +481,7 @@ class Trainer:
             run.record.begin(self.step, self.total_steps, run.peak_memory.planned, continues=run.checkpoints.continues)
             if evaluations is not None and run.position.evaluation_pending:  # a stop has interrupted it
                 evaluations.repeat_interrupted()
-                run.checkpoints.save_again()
+                run.checkpoints.after_repeated_evaluation()
                 run.preemption.after_step(self._is_finished())
             while not self._is_finished():
                 share = self._begin_epoch(feed)
@@ -511,7 +511,7 @@ class Trainer:
             self._wait_at_a_stop()  # a callback of a log point or evaluation may have called stop
             run.log_points.end(self.step, self.epoch)
             with heartbeat.during(Phase.CHECKPOINT):
-                run.checkpoints.save_final()
+                run.checkpoints.at_end()
 
     @contextmanager
     def _loop_contexts(self) -> Iterator[None]:

@@ -86,6 +86,11 @@ class JobReading:
     folder: str = ""
     """The folder of the run's checkpoints or logs; "": none is known."""
 
+    @property
+    def hosts(self) -> set[str]:
+        """The hosts of the ranks that were read."""
+        return {rank.host for rank in self.ranks}
+
 
 def readings() -> tuple[JobReading, ...]:
     """Read all jobs of this user on this machine, oldest first. This takes milliseconds."""
@@ -99,9 +104,10 @@ def merged(jobs: Sequence[JobReading]) -> tuple[JobReading, ...]:
     together: dict[tuple[object, ...], list[JobReading]] = {}
     # Two host names may refer to the same machine.
     for job in {(reading.host, reading.launcher, reading.node_rank): reading for reading in jobs}.values():
-        # Several jobs may have the id "none", torchrun's default.
-        name = (job.run_id, job.script, job.nodes, job.world_size, job.restarts)
-        together.setdefault(name if job.nodes > 1 else (job.host, job.launcher), []).append(job)
+        name: tuple[object, ...] = (job.host, job.launcher)
+        if job.nodes > 1:  # several jobs may have the id "none", torchrun's default
+            name = (job.run_id, job.script, job.nodes, job.world_size, job.restarts)
+        together.setdefault(name, []).append(job)
     return tuple(one for alike in together.values() for one in _joined(alike))
 
 
@@ -151,12 +157,12 @@ def straggler(ranks: Sequence[RankReading]) -> int | None:
     if len(ranks) < 2 or any(rank.step is None or rank.communication is None for rank in ranks):
         return None
     if all((rank.age or 0.0) > _STALLED_SECONDS for rank in ranks):
-        order = sorted(ranks, key=lambda rank: (rank.step or 0, rank.beats))
-        first, second = order[:2]
-        return first.rank if (first.step, first.beats) < (second.step, second.beats) else None
-    order = sorted(ranks, key=lambda rank: rank.communication or 0.0)
-    least, next_least = (rank.communication or 0.0 for rank in order[:2])
-    return order[0].rank if next_least - least > _MIN_DIFFERENCE else None
+        first, second, *_ = sorted(ranks, key=lambda rank: (rank.step or 0, rank.beats))
+        stands_out = (first.step, first.beats) < (second.step, second.beats)
+    else:
+        first, second, *_ = sorted(ranks, key=lambda rank: rank.communication or 0.0)
+        stands_out = (second.communication or 0.0) - (first.communication or 0.0) > _MIN_DIFFERENCE
+    return first.rank if stands_out else None
 
 
 def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankReading:
@@ -174,6 +180,8 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
     own_gpus = tuple(card for card in cards if card.uuid in worker.gpus or worker.pid in card.pids)
     if beat.step is None:
         return replace(reading, gpus=own_gpus, phase=Phase.OUTSIDE.description)
+    if beat.changed_at:
+        reading = replace(reading, age=max(0.0, (time.monotonic_ns() - beat.changed_at) / 1e9))
     return replace(
         reading,
         gpus=own_gpus,
@@ -186,7 +194,6 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
         advice=beat.advice,
         total=beat.total,
         loss=beat.loss,
-        age=max(0.0, (time.monotonic_ns() - beat.changed_at) / 1e9) if beat.changed_at else None,
     )
 
 
@@ -218,10 +225,15 @@ class HostReadings:
 
 def readings_of(hosts: Sequence[str]) -> HostReadings:
     """Read the jobs on all hosts concurrently over ssh, as this user and with ssh's default keys."""
+    jobs: list[JobReading] = []
+    problems = []
     with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = list(pool.map(_read, hosts))
-    jobs = merged([job for answer in answers if not isinstance(answer, str) for job in answer])
-    return HostReadings(jobs, tuple(answer for answer in answers if isinstance(answer, str)))
+        for answer in pool.map(_read, hosts):
+            if isinstance(answer, str):
+                problems.append(answer)
+            else:
+                jobs += answer
+    return HostReadings(merged(jobs), tuple(problems))
 
 
 def _read(host: str) -> tuple[JobReading, ...] | str:

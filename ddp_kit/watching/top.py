@@ -25,7 +25,8 @@ from ddp_kit.devices.gpus import GpuUsage
 from ddp_kit.errors import LaunchError, UsageError, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import Phase
-from ddp_kit.texts import GIB
+from ddp_kit.terminal import Terminal
+from ddp_kit.texts import GIB, clock, plural, used_of
 from ddp_kit.watching.readings import HostReadings, JobReading, RankReading, as_json, readings, readings_of
 
 _EPILOG = """\
@@ -73,26 +74,30 @@ def parser() -> Parser:
     return flags
 
 
-def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], terminal: Terminal) -> int:
     """Show the jobs once, or update the display until the user quits. Returns the exit code."""
     args = parser().parse_args(argv)
     if args.json and not args.once:
         raise UsageError("--json needs --once", "run `ddpkit top --once --json`")
     hosts = hosts_of(args.hosts)
-    interval: float = (5.0 if hosts else 1.0) if args.interval is None else args.interval
+    interval: float | None = args.interval
+    if interval is None:
+        interval = 5.0 if hosts else 1.0
     if not 0.1 <= interval <= 3600:
         raise UsageError(f"--interval {interval:g} is not a number of seconds from 0.1 to 3600", "for example: 2")
     if not hosts and not os.path.isdir("/proc/self/fd"):  # noqa: PTH112
         raise UsageError("ddpkit top finds jobs in /proc, which this system does not have", "use it on Linux")
 
     def read() -> HostReadings:
-        return readings_of(hosts) if hosts else HostReadings(readings())
+        if hosts:
+            return readings_of(hosts)
+        return HostReadings(readings())
 
     if args.json:
         hosts_read = read()
         if hosts_read.problems:
             raise LaunchError("; ".join(hosts_read.problems), "for details, run `ssh HOST ddpkit top --once`")
-        print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
+        terminal.print_text(json.dumps(as_json(hosts_read.jobs), indent=1))
     elif args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         console = Console(soft_wrap=True, markup=False, emoji=False)
         console.print(render(read(), console.width))
@@ -102,7 +107,8 @@ def run(argv: Sequence[str], print_text: Callable[[str], None]) -> int:
 
 
 def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
-    console, above = Console(markup=False, emoji=False), 0
+    console = Console(markup=False, emoji=False)
+    above = 0
     with _keys() as key, Live(console=console, screen=True, auto_refresh=False) as live:
         pressed = ""
         while pressed not in ("q", "Q", "\x03"):
@@ -160,26 +166,32 @@ def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
         yield Text(progress, no_wrap=True, overflow="ellipsis")
     if hang := _hang(job):
         yield Text(hang, style="bold red")
-    if advice := next((rank.advice for rank in job.ranks if rank.advice), ""):
-        yield Text(printable(f"advice: {advice}"), style="yellow")
-    yield _table(job, width)
+    advice = [rank.advice for rank in job.ranks if rank.advice]
+    if advice:
+        yield Text(printable(f"advice: {advice[0]}"), style="yellow")
+    yield _rank_table(job, width)
     yield Text("")
 
 
 def _title(job: JobReading, width: int) -> Text:
     """The script with its arguments, followed by as many facts about the job as fit into `width` characters."""
-    read = len({rank.host for rank in job.ranks})
-    nodes = f" on node {job.node_rank} of {job.nodes}" if job.nodes > 1 else ""
-    if read > 1:
-        nodes = f" on {job.nodes} nodes" if read == job.nodes else f" on {read} of {job.nodes} nodes"
-    parts = [f"{job.world_size} {'rank' if job.world_size == 1 else 'ranks'}{nodes}", f"for {_duration(job.seconds)}"]
+    read = len(job.hosts)
+    ranks = plural(job.world_size, "rank")
+    if read > 1 and read == job.nodes:
+        ranks += f" on {job.nodes} nodes"
+    elif read > 1:
+        ranks += f" on {read} of {job.nodes} nodes"
+    elif job.nodes > 1:
+        ranks += f" on node {job.node_rank} of {job.nodes}"
+    parts = [ranks, f"for {clock(job.seconds)}"]
     if job.restarts:
-        parts.append(f"{job.restarts} {'restart' if job.restarts == 1 else 'restarts'}")
+        parts.append(plural(job.restarts, "restart"))
     parts.append(f"launcher {job.launcher}")
     name = printable(PurePath(job.script).name)
     command = printable(" ".join((name, *map(shlex.quote, job.arguments))))
     most = max(len(name), width - len(parts[0]) - 2)
-    command = command if len(command) <= most else f"{command[: most - 1].rstrip()}…" if most > len(name) + 2 else name
+    if len(command) > most:
+        command = f"{command[: most - 1].rstrip()}…" if most > len(name) + 2 else name
     while len(parts) > 1 and len(f"{command}  {', '.join(parts)}") > width:
         parts.pop()
     return Text.assemble((command, "bold"), f"  {', '.join(parts)}", no_wrap=True, overflow="ellipsis")
@@ -190,13 +202,14 @@ def _progress(job: JobReading, width: int) -> str:
     ranks = [rank for rank in job.ranks if rank.step is not None and rank.phase != "ended"]
     parts = []
     if ranks:
-        step, total = min(rank.step or 0 for rank in ranks), ranks[0].total
+        step = min(rank.step or 0 for rank in ranks)
+        total = ranks[0].total
         if total is not None:
             parts.append(f"step {step:,} of {total:,} ({step / max(total, 1):.0%})")
         if (loss := ranks[0].loss) is not None:
             parts.append(f"loss {loss:.4g}")
         if total is not None and (pace := max(rank.seconds_per_step or 0.0 for rank in ranks)):
-            parts.append(f"{_duration(max(0, total - step) * pace)} left")
+            parts.append(f"{clock(max(0, total - step) * pace)} left")
     if job.folder:
         parts.append(printable(f"in {job.folder}"))
     while len(parts) > 1 and len(", ".join(parts)) > width:
@@ -222,10 +235,13 @@ def _hang(job: JobReading) -> str:
         who = f"the other ranks wait for rank {behind.rank}, which is in {behind.phase} after step {behind.step:,}"
     else:
         phases = " and ".join(dict.fromkeys(rank.phase for rank in ranks))
-        who = f"{'it is' if len(ranks) == 1 else 'all ranks are'} in {phases} after step {ranks[0].step or 0:,}"
-    pid, host = (behind or ranks[0]).pid, (behind or ranks[0]).host
-    where = f" on {printable(host)}" if len({rank.host for rank in job.ranks}) > 1 else ""
-    return f"no progress for {_duration(still)}: {who}; `py-spy dump --pid {pid}`{where} shows its stack"
+        who = "it is" if len(ranks) == 1 else "all ranks are"
+        who += f" in {phases} after step {ranks[0].step or 0:,}"
+    first = behind or ranks[0]
+    command = f"`py-spy dump --pid {first.pid}`"
+    if len(job.hosts) > 1:
+        command += f" on {printable(first.host)}"
+    return f"no progress for {clock(still)}: {who}; {command} shows its stack"
 
 
 @dataclass(frozen=True)
@@ -239,7 +255,7 @@ class _Column:
     justify: Literal["left", "right"] = "right"
 
 
-def _text(value: float | None, form: str, missing: str = "") -> str:
+def _formatted(value: float | None, form: str, missing: str = "") -> str:
     return missing if value is None else form.format(value)
 
 
@@ -251,7 +267,7 @@ def _of_gpus(value: Callable[[GpuUsage], str]) -> Callable[[RankReading], str]:
 def _gpu_memory(gpu: GpuUsage) -> str:
     if gpu.memory_used is None or not gpu.memory_total:
         return "?"
-    return f"{gpu.memory_used / GIB:.1f} of {gpu.memory_total / GIB:.0f} GiB"
+    return used_of(gpu.memory_used, gpu.memory_total)
 
 
 _COLUMNS = (
@@ -259,27 +275,31 @@ _COLUMNS = (
     _Column("host", 8, lambda rank: rank.host, 5, "left"),
     _Column("pid", 7, lambda rank: str(rank.pid), 5),
     _Column("phase", 13, lambda rank: rank.phase.removeprefix("the "), 0, "left"),
-    _Column("step", 6, lambda rank: _text(rank.step, "{}", "-"), 0),
-    _Column("s/step", 6, lambda rank: _text(rank.seconds_per_step, "{:.3g}"), 2),
-    _Column("data", 4, lambda rank: _text(rank.data, "{:.0%}"), 3),
-    _Column("ranks", 5, lambda rank: _text(rank.communication, "{:.0%}"), 3),
-    _Column("MFU", 4, lambda rank: _text(rank.mfu, "{:.0%}"), 3),
-    _Column("waits for", 9, lambda rank: _text(rank.waits_for, "rank {}"), 1, "left"),
-    _Column("age", 7, lambda rank: _text(rank.age, "{:,.1f} s"), 4),
-    _Column("memory", 9, lambda rank: "" if rank.memory is None else f"{rank.memory / GIB:.2f} GiB", 6),
+    _Column("step", 6, lambda rank: _formatted(rank.step, "{}", "-"), 0),
+    _Column("s/step", 6, lambda rank: _formatted(rank.seconds_per_step, "{:.3g}"), 2),
+    _Column("data", 4, lambda rank: _formatted(rank.data, "{:.0%}"), 3),
+    _Column("ranks", 5, lambda rank: _formatted(rank.communication, "{:.0%}"), 3),
+    _Column("MFU", 4, lambda rank: _formatted(rank.mfu, "{:.0%}"), 3),
+    _Column("waits for", 9, lambda rank: _formatted(rank.waits_for, "rank {}"), 1, "left"),
+    _Column("age", 7, lambda rank: _formatted(rank.age, "{:,.1f} s"), 4),
+    _Column("memory", 9, lambda rank: _formatted(rank.memory and rank.memory / GIB, "{:.2f} GiB"), 6),
     _Column("GPU", 4, _of_gpus(lambda gpu: str(gpu.index)), 4),
-    _Column("load", 5, _of_gpus(lambda gpu: _text(gpu.load, "{:.0f} %", "?")), 4),
+    _Column("load", 5, _of_gpus(lambda gpu: _formatted(gpu.load, "{:.0f} %", "?")), 4),
     _Column("GPU memory", 16, _of_gpus(_gpu_memory), 6, "left"),
-    _Column("power", 6, _of_gpus(lambda gpu: _text(gpu.power, "{:.0f} W", "?")), 7),
-    _Column("temp", 5, _of_gpus(lambda gpu: _text(gpu.temperature, "{:.0f} °C", "?")), 7),
+    _Column("power", 6, _of_gpus(lambda gpu: _formatted(gpu.power, "{:.0f} W", "?")), 7),
+    _Column("temp", 5, _of_gpus(lambda gpu: _formatted(gpu.temperature, "{:.0f} °C", "?")), 7),
 )
 _GPU_COLUMNS = {"GPU", "load", "GPU memory", "power", "temp"}
 
 
-def _table(job: JobReading, width: int) -> Table:
-    omitted = set() if any(rank.gpus for rank in job.ranks) else {*_GPU_COLUMNS}
-    omitted |= set() if any(rank.mfu is not None for rank in job.ranks) else {"MFU"}
-    omitted |= {"host"} if len({rank.host for rank in job.ranks}) == 1 else set()
+def _rank_table(job: JobReading, width: int) -> Table:
+    omitted = set[str]()
+    if not any(rank.gpus for rank in job.ranks):
+        omitted |= _GPU_COLUMNS
+    if all(rank.mfu is None for rank in job.ranks):
+        omitted.add("MFU")
+    if len(job.hosts) == 1:
+        omitted.add("host")
     columns = [column for column in _COLUMNS if column.title not in omitted]
     cells = {column: [printable(column.value(rank)) for rank in job.ranks] for column in columns}
     widths = {column: max(column.width, *map(len, cells[column])) for column in columns}
@@ -290,12 +310,8 @@ def _table(job: JobReading, width: int) -> Table:
         table.add_column(column.title, justify=column.justify, no_wrap=True, min_width=widths[column])
     waited_for = {rank.waits_for for rank in job.ranks}
     for number, rank in enumerate(job.ranks):
-        style = "dim" if rank.phase == "ended" else "bold" if rank.rank in waited_for else ""
+        style = "bold" if rank.rank in waited_for else ""
+        if rank.phase == "ended":
+            style = "dim"
         table.add_row(*(Text(cells[column][number]) for column in columns), style=style)
     return table
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

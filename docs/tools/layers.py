@@ -8,7 +8,7 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 GROUND = [
-    *("errors", "texts", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments"),
+    *("errors", "texts", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments", "terminal"),
     *("config", "checkpoint.format", "checkpoint.weight_files"),
 ]
 WORKER = [
@@ -27,11 +27,12 @@ WORKER = [
 LAUNCHER = [
     row.split()
     for row in (
-        "clusters devices launcher.processes launcher.program launcher.diagnosis launcher.verdict launcher.function",
+        "clusters devices launcher.processes launcher.program launcher.wire launcher.diagnosis launcher.verdict "
+        "launcher.function",
         "launcher.spec launcher.job launcher.output",
         "launcher.rendezvous launcher.record launcher.warm",
         "launcher.plan",
-        "launcher.agent launcher.dry_run",
+        "launcher.agent",
         "report watching rehearsal doctor",
         "cli",
     )

@@ -28,6 +28,7 @@ from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.cli.export import run as export
 from ddp_kit.errors import CheckpointError, DdpKitError
 from ddp_kit.state_values import Piece
+from ddp_kit.terminal import Terminal
 
 SECONDS = 10.0
 ROOM = 512 << 20
@@ -259,7 +260,10 @@ def fuzz(folder: Path, seconds: float, seed: int) -> Counter[str]:
             str(error).encode()  # can be printed
         checkpoints(path.parent, hashes=True)
         with contextlib.suppress(DdpKitError):
-            export([str(path), str(folder / "model.safetensors"), *["--ema"] * (seed % 5 == 0)], lambda _: None)
+            export(
+                [str(path), str(folder / "model.safetensors"), *["--ema"] * (seed % 5 == 0)],
+                Terminal({}, lambda _: None),
+            )
         with contextlib.suppress(DdpKitError):
             load_model(path, network(), strict=seed % 3 == 0, ema=seed % 5 == 0)
         (folder / "model.safetensors").unlink(missing_ok=True)

@@ -190,15 +190,15 @@ def test_overlapped_writer_that_starts_late_is_waited_for(tmp_path: Path, monkey
 def test_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the job is gone: writer 1 comes to its end only once writer 0 has found it writing."""
     locked, found = Event(), Event()
-    is_locked = writer_program._is_locked
+    is_unlocked = writer_program._is_unlocked
 
-    def look(path: Path) -> bool | None:
-        result = is_locked(path)
-        if result:
+    def look(path: Path) -> bool:
+        result = is_unlocked(path)
+        if not result:
             found.set()
         return result
 
-    monkeypatch.setattr(writer_program, "_is_locked", look)
+    monkeypatch.setattr(writer_program, "_is_unlocked", look)
 
     class Second(System):
         def create(self, path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_wor
 
 from ddp_kit.config.settings import DataConfig
 from ddp_kit.data import build_loader
-from ddp_kit.data.sampler import EvalBatches, ExactDistributedSampler, TrainBatches, plan_batches
+from ddp_kit.data.sampler import Epochs, RankBatches, passes_of, plan_batches
 from ddp_kit.distributed.world import World
 
 CPU = torch.device("cpu")
@@ -128,8 +129,8 @@ def seeded(
 ) -> dict[int, dict[int, list[float]]]:
     """What each sample was, by epoch and index."""
     world = World(rank, world_size, rank, world_size, 0, CPU)
-    sampler = ExactDistributedSampler(dataset, rank, world_size, shuffle=True, seed=5)
-    batches = TrainBatches(sampler, plan_batches(4, None, None, world_size), drop_last=False)
+    plan = plan_batches(4, None, None, world_size)
+    batches = RankBatches(Epochs(dataset, 5, 4, shuffle=True), rank, plan.micro_batches)
     loader = build_loader(dataset, batches, DataConfig(num_workers=workers, seed_samples=True), world, seed=epochs_seed)
     found = {}
     for epoch in epochs:
@@ -185,9 +186,9 @@ def test_seeding_restores_the_random_states_after_an_error() -> None:
 
 def test_evaluation_with_seeded_samples_does_not_depend_on_workers() -> None:
     def samples(workers: int) -> list[list[float]]:
-        sampler = ExactDistributedSampler(Augmented(), 0, 1, shuffle=False, seed=5)
+        batches = RankBatches(Epochs(Augmented(), 5), 0, partial(passes_of, 5, 1))
         config = DataConfig(num_workers=workers, seed_samples=True)
-        loader = build_loader(Augmented(), EvalBatches(sampler, 5), config, ALONE, seed=0)
+        loader = build_loader(Augmented(), batches, config, ALONE, seed=0)
         return [sample.tolist() for batch in loader for sample in batch]
 
     assert samples(0) == samples(1)
@@ -228,8 +229,7 @@ def test_prefetched_batches_draw_the_same_after_a_resume_at_any_batch(first: int
     own = DataLoader(Drawing(), batch_size=2, collate_fn=with_noise, pin_memory=False)
 
     def batches(first: int) -> list[Tensor]:
-        plan = plan_batches(2, None, None, 1)
-        keys = TrainBatches(ExactDistributedSampler(Drawing(), 0, 1, shuffle=True, seed=3), plan, drop_last=False)
+        keys = RankBatches(Epochs(Drawing(), 3, 2, shuffle=True), 0, plan_batches(2, None, None, 1).micro_batches)
         keys.set_position(1, first)
         loader = build_loader(Drawing(), keys, DataConfig(pin_memory=False), gpu, 0, own)
         before = torch.get_rng_state(), random.getstate()

@@ -91,7 +91,7 @@ def test_open_data_of_a_datapipe_is_refused() -> None:
 
 
 def test_batching_reads_sizes_and_order_from_the_users_loader() -> None:
-    assert batching(None) is None
+    assert batching(None) == Batching()
     assert batching(DataLoader(DATA, batch_size=3)) == Batching(3, shuffle=False, drop_last=False)
     assert batching(DataLoader(DATA, shuffle=True, drop_last=True)) == Batching(1, shuffle=True, drop_last=True)
     sampler = BatchSampler(RandomSampler(DATA), 4, drop_last=True)
@@ -140,7 +140,6 @@ def test_batching_of_a_batch_sampler_excludes_batch_sizes_in_the_configuration()
 
 def test_batch_size_in_conflict_with_the_configuration_is_an_error() -> None:
     check_batch_size(Batching(4, shuffle=False, drop_last=False), 4)
-    check_batch_size(None, 4)
     with pytest.raises(DataError, match="batch_size=4, but the configuration makes micro-batches of 8") as caught:
         check_batch_size(Batching(4, shuffle=False, drop_last=False), 8)
     assert "micro_batch_size=4" in caught.value.hint

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launching import DDPKIT, PROGRAMS, launch, run
 
-from ddp_kit.data.sampler import ExactDistributedSampler
+from ddp_kit.data.sampler import Epochs
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ def test_report_of_runs_whose_learning_rates_differ_after_the_warm_up_names_the_
 
 def test_report_of_runs_with_a_changed_sample_finds_it_in_the_weights(folder: Path) -> None:
     """Not in the samples: the record has their indices."""
-    order = ExactDistributedSampler(range(320), 0, 1, shuffle=True, seed=0).order()
+    order = Epochs(range(320), 0, shuffle=True).keys()
     trained(folder, "changed", changed=order[23 * 8 + 5])  # of step 24
     lines = compared(folder, "changed")
     assert lines[0] == "first and changed first differ in steps 21 to 30: weights, loss"

@@ -17,7 +17,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -329,8 +328,7 @@ def facts_of_kept(case: Case, command: Sequence[str], cwd: Path, runtime: Path) 
 
 
 def ask_kept(address: Path, what: str) -> dict[str, Any]:
-    with socket.socket(socket.AF_UNIX) as connection:
-        answer = kept_client.ask(connection, address, what)
+    answer = kept_client.ask(address, what)
     assert answer is not None
     return answer
 

@@ -138,7 +138,7 @@ def test_strategy_classes_of_torch_are_used_only_in_parallel() -> None:
 
 PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Three of them for tensors without memory, and a count of what is live: torch has no public API for either, and
-    # without them a plan of the memory would need the memory. Two for what took the memory of a GPU, by source line.
+    # without them a plan of the memory would need the memory.
     # One to compile in place, with the user's settings, what the user has passed as torch.compile(model).
     # Two to see whether a module has its own code for loading, which may take buffers of other shapes.
     # Two to find the hooks of an optimizer's step, which torch has no function to list.
@@ -146,7 +146,7 @@ PRIVATE_USES = {  # of torch, by module: what a new torch may take away
     # Four for plans of scripts that name a GPU which is not there, or that read values of tensors without memory.
     # One to join the flags of an overflow, which fused optimizers need as one scalar. Three to refuse what sharding
     # would lose: hooks on the gradients of parameters, and memory that setting `data` has replaced in a DTensor.
-    "torch_internals": 31,
+    "torch_internals": 29,
     "memory.fake": 3,
     "parallel.ddp": 1,
     "trainer.model_flops": 3,
@@ -232,7 +232,7 @@ def test_environment_is_accessed_in_few_modules() -> None:
         for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv", "environb")
     }
-    starting = {"launcher.function", "cli.main", "clusters.ray_driver"}
+    starting = {"launcher.function", "cli.main", "cli.launch", "clusters.ray_driver"}
     assert touching <= {"env", "heartbeat", *starting, *folder("launcher.agent"), *folder("launcher.warm")}
 
 

@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -58,8 +57,7 @@ class Folder:
 
     def kept(self, address: Path | None = None) -> dict[str, Any]:
         """What the kept process says of itself."""
-        with socket.socket(socket.AF_UNIX) as connection:
-            answer = kept_client.ask(connection, address or self.sockets[0], "description")
+        answer = kept_client.ask(address or self.sockets[0], "description")
         assert answer is not None
         return answer
 

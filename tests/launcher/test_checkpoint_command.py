@@ -80,7 +80,7 @@ def test_checkpoints_command_diff_shows_the_differences(ddpkit: Command, folder:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """A checkpoint of another run, whose first difference from `alike` is in the second tensor of the model."""
+    """A checkpoint of another run, which differs from `alike` in the second and third tensor of the model."""
     for name, value in (("alike", 1.0), ("other", 2.0)):
         with Saver(tmp_path / name, keep_last=1, background=False) as saver:
             model = {"a": torch.ones(3), "b": torch.full((3,), value), "c": torch.full((3,), value)}
@@ -88,12 +88,14 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other" / name_of(9)
 
 
-def test_checkpoints_command_diff_of_two_runs_names_the_first_tensor(ddpkit: Command, other: Path) -> None:
+def test_checkpoints_command_diff_of_two_runs_names_the_tensors_with_other_values(ddpkit: Command, other: Path) -> None:
     run = ddpkit("checkpoints", "alike", "--diff", "9", f"other/{name_of(9)}", cwd=other.parent.parent)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
-        f"step 9 -> other/{name_of(9)}: 1 difference",
-        "  model: b: other values (the first tensor with other values)",
+        f"step 9 -> other/{name_of(9)}: 3 differences",
+        "  model: b: F32 [3], other values",
+        "  model: c: F32 [3], other values",
+        "  ema: a: F32 [3], other values",
     ]
     run = ddpkit("checkpoints", "alike", "--diff", "9", "9", cwd=other.parent.parent)
     assert run.stdout.splitlines() == ["step 9 -> step 9: no differences"]

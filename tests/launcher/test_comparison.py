@@ -11,6 +11,7 @@ from ddp_kit.config.settings import CheckpointConfig, DataConfig, ProfileConfig,
 from ddp_kit.report.command import run as report
 from ddp_kit.report.comparison import WITHOUT_EFFECT, Course, course, first_differences
 from ddp_kit.report.run_history import RunHistory, read_runs
+from ddp_kit.terminal import Terminal
 
 EVERY = 10  # steps between rows
 
@@ -182,12 +183,12 @@ def test_report_of_two_runs_prints_and_shows_where_they_first_differ(
     for name, weights in (("a", "w"), ("b", "v"), ("c", "w")):
         write_record(tmp_path / name, [begin()], rows_to(20, weights=weights))
     said: list[str] = []
-    assert report(["a", "b"], said.append) == 0
+    assert report(["a", "b"], Terminal({}, said.append)) == 0
     summary = "a and b differ at their first common log point, step 10: weights"
     assert said[-2].splitlines()[:2] == [summary, "  samples: equal up to step 20"]
     assert f"<li>{summary}</li>" in Path("report.html").read_text()
     for others in (["a"], ["a", "b", "c"]):
         said.clear()
-        assert report(others, said.append) == 0
+        assert report(others, Terminal({}, said.append)) == 0
         assert "log point" not in "".join(said)
         assert "Where they first differ" not in Path("report.html").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launching import DDPKIT, run
 
-from ddp_kit.cli import main as cli
+from ddp_kit.cli.commands import COMMANDS
 
 SHELL = """\
 set -u
@@ -28,7 +28,7 @@ def test_bash_completion_offers_commands_flags_values_and_files(tmp_path: Path) 
     def completed(*words: str) -> list[str]:
         return run("bash", "-c", SHELL, "bash", "completion", "ddpkit", *words, cwd=tmp_path).stdout.split()
 
-    assert set(cli.COMMANDS) <= {*completed("")}
+    assert set(COMMANDS) <= {*completed("")}
     assert completed("la") == ["launch"]
     assert completed("launch", "--hang") == ["--hang-timeout"]
     assert completed("launch", "--nproc") == ["--nproc-per-node"], "one spelling"

@@ -599,7 +599,10 @@ def test_doctor_finds_unusable_gpus_and_memory_errors(
 @pytest.mark.slow
 def test_doctor_itself_imports_no_torch(tmp_path: Path) -> None:
     env = broken_torch(tmp_path, "raise ImportError('no')")
-    code = f"import sys; from ddp_kit.doctor.command import run; run([], {env}); print('torch' in sys.modules)"
+    code = (
+        "import sys; from ddp_kit.terminal import Terminal; from ddp_kit.doctor.command import run; "
+        f"run([], Terminal({env})); print('torch' in sys.modules)"
+    )
     done = run(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("\nFalse\n")

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from launching import BIN, PROGRAMS, free_port, run
 
-from ddp_kit.cli import main as cli
+from ddp_kit.cli import dry_run, launch
 from ddp_kit.devices.cpus import Cpus
 from ddp_kit.devices.gpus import Gpu
 from ddp_kit.errors import UsageError
-from ddp_kit.launcher import dry_run, plan, spec
+from ddp_kit.launcher import plan, rendezvous, spec
 from ddp_kit.launcher.warm import client
 from ddp_kit.masking import masked_env
+from ddp_kit.terminal import Terminal
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 Environments = dict[str, dict[str, str]]
@@ -66,8 +67,14 @@ def found(folder: Path) -> Environments:
     return workers
 
 
+def settings(text: str) -> dict[str, list[str]]:
+    """The origin and the value of each setting, by its name."""
+    rows = [re.split(r"  +", row[2:], maxsplit=2) for table in tables(text)[1:4] for row in table]
+    return {row[0]: row[1:] for row in rows}
+
+
 def described(words: str, cpus: tuple[int, ...] = (), machine: tuple[Gpu, ...] = (), **env: str) -> str:
-    asked = spec.parse(words.split(), env)
+    asked = rendezvous.complete_from_cluster(spec.parse(words.split(), env), env)
     made = plan.make(asked, machine, env, "run-1", Cpus({0: 0, 1: 1}), {})
     made = replace(made, workers=tuple(replace(worker, cpus=cpus) for worker in made.workers))
     defaults = {flag.dest: flag.default for flag in spec.TORCHRUN_FLAGS} | {"nproc_per_node": "1"}
@@ -194,11 +201,12 @@ def test_dry_run_shows_the_gpus_of_each_process(ddpkit: Command, machine: Callab
 def test_dry_run_shows_a_plan_command_that_can_be_pasted() -> None:
     nodes = "--nnodes 2 --nproc-per-node 3 --master-addr n0"
     command = "`ddpkit plan --gpus 3 --nodes 2 --memory {} train.py --lr 0.1 --key '****'`"
+    said = "To estimate the memory, run {}\n"
     text = described(f"{nodes} train.py --lr 0.1 --key sk_abcdefgh")
-    assert f"memory      run {command.format('80GiB')} to estimate it (80 GiB is an example)\n" in text
+    assert said.format(f"{command.format('80GiB')} (80 GiB is an example).") in text
     here = tuple(Gpu(n, f"GPU-{n}", "GPU", memory_total=size << 20, memory_used=0) for n, size in enumerate((90, 80)))
     text = described("--gpus 2 train.py", machine=here)
-    assert "memory      run `ddpkit plan --gpus 2 --memory 80MiB train.py` to estimate it\n" in text
+    assert said.format("`ddpkit plan --gpus 2 --memory 80MiB train.py`.") in text
     for other in ("--module train", "--no-python train.sh"):
         assert "ddpkit plan" not in described(other)
 
@@ -213,33 +221,73 @@ def test_dry_run_shows_cores_as_ranges() -> None:
 def test_dry_run_leaves_values_of_the_rendezvous_open() -> None:
     text = described("--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint n1:29400 --nproc-per-node 2 train.py")
     assert "  first + 1  node7" in text
-    assert "nodes       2 to 4; ranks are assigned at the rendezvous" in text
-    assert "rendezvous  n1:29400 (--rdzv-endpoint)" in text
+    assert (
+        settings(text).items()
+        >= {
+            "min_nodes": ["--nnodes", "2"],
+            "max_nodes": ["--nnodes", "4"],
+            "node_rank": ["default", "assigned at the rendezvous"],
+            "host": ["--rdzv-endpoint", "n1"],
+            "port": ["--rdzv-endpoint", "29400"],
+            "join_timeout": ["default", "600 s"],
+        }.items()
+    )
     for name in ("WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         assert re.search(rf"  {name} .*  assigned at the rendezvous\n", text)
     assert "assigned at the rendezvous  0           assigned at the rendezvous" in text
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "name", "origin", "value"),
     [
-        ("--log-dir logs", "logs        in a new folder in logs"),
-        ("-r 3", "logs        in a new folder in the directory for temporary files, chosen when the job starts"),
-        ("--shutdown-timeout 5", "grace       5 s"),
-        ("--max-restarts 3", "restarts    at most 3"),
-        ("--nnodes 2 --master-addr n0", "n0:29500 (--master-addr and --master-port)"),
-        ("--numa-binding node", "by --numa-binding"),
+        ("", "log_dir", "default", "not kept"),
+        ("--log-dir logs", "log_dir", "--log-dir", "a new folder in logs"),
+        ("-r 3", "redirects", "--redirects", "3"),
+        ("-r 3", "log_dir", "default", "a new folder in the directory for temporary files, chosen when the job starts"),
+        ("", "shutdown_timeout", "default", "25 s"),
+        ("--shutdown-timeout 5", "shutdown_timeout", "--shutdown-timeout", "5 s"),
+        ("--max-restarts 3", "max_restarts", "--max-restarts", "3"),
+        ("--nnodes 2 --master-addr n0", "host", "--master-addr and --master-port", "n0"),
+        ("--nnodes 2 --master-addr n0", "port", "--master-addr and --master-port", "29500"),
+        ("--numa-binding node", "numa_binding", "--numa-binding", "node"),
+        ("--hang-timeout 7", "hang_timeout", "--hang-timeout", "7 s"),
+        ("--hang-timeout 0", "hang_timeout", "--hang-timeout", "no limit"),
+        ("", "hang_timeout", "default", "300 s, but only in scripts with a Trainer"),
+        ("", "role", "PET_ROLE", "worker"),
+        ("", "signals_to_handle", "default", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
     ],
 )
-def test_dry_run_reports_the_circumstances(words: str, said: str) -> None:
-    assert said in described(f"{words} train.py")
+def test_dry_run_shows_settings_with_their_origin(words: str, name: str, origin: str, value: str) -> None:
+    assert settings(described(f"{words} train.py", PET_ROLE="worker"))[name] == [origin, value]
+
+
+def test_dry_run_shows_the_variables_of_the_cluster() -> None:
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
+    env = slurm | {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_GPUS_ON_NODE": "4"}
+    text = described("train.py", **env)
+    assert "Slurm; command-line flags override these values:" in text
+    assert (
+        settings(text).items()
+        >= {
+            "nodes": ["SLURM_STEP_NUM_NODES", "2"],
+            "node rank": ["SLURM_NODEID", "1"],
+            "max_nodes": ["Slurm", "2"],
+            "node_rank": ["Slurm", "1"],
+        }.items()
+    )
 
 
 def test_dry_run_torchrun_command_omits_flags_read_from_variables() -> None:
     text = described("train.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="40", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="<${rank}>")
     above, _, command = text.partition("The equivalent torchrun command")
-    assert "grace       40 s" in above
-    assert "log_line_prefix_template <${rank}>" in above
+    assert settings(above)["shutdown_timeout"] == ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "40 s"]
+    assert settings(above)["log_line_prefix_template"] == ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${rank}>"]
     for word in ("40", "shutdown-timeout", "prefix-template"):
         assert word not in command
 
@@ -302,6 +350,11 @@ def test_dry_run_shows_the_effect_of_every_flag(words: str) -> None:
     assert before != after
 
 
+def test_dry_run_says_that_torchrun_itself_runs_the_job() -> None:
+    text = described("--rdzv-backend etcd --rdzv-endpoint n1:1 --nproc-per-node 2 train.py")
+    assert "not watched: torchrun runs the job, for --rdzv-backend etcd\n" in text
+
+
 def test_dry_run_with_a_rank_without_a_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="--virtual-local-rank: there is no GPU for local rank 1"):
         described("--virtual-local-rank --nproc-per-node 2 train.py", CUDA_VISIBLE_DEVICES="3")
@@ -310,7 +363,7 @@ def test_dry_run_with_a_rank_without_a_gpu_is_refused() -> None:
 def test_dry_run_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "t.py").touch()
     monkeypatch.delattr(client.WarmServer, "__init__")  # a start would fail
-    assert cli.launch(["--dry-run", str(tmp_path / "t.py")]) == 0
+    assert launch.run(["--dry-run", str(tmp_path / "t.py")], Terminal(os.environ)) == 0
 
 
 def test_may_fork_is_false_only_for_flags_before_the_script_or_variables() -> None:
@@ -390,7 +443,6 @@ def test_launcher_of_another_node_prints_no_secret_that_it_does_not_know(ddpkit:
         ["--redirects", "9"],
         ["--rdzv-conf", "join_timeout"],
         ["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=soon"],
-        ["--event-log-handler", "nobody"],
     ],
 )
 def test_dry_run_refuses_like_a_start_and_creates_no_folder(

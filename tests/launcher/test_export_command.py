@@ -21,6 +21,7 @@ from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.cli.export import run
 from ddp_kit.errors import CheckpointError, DdpKitError, UsageError
 from ddp_kit.state_values import Piece
+from ddp_kit.terminal import Terminal
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -73,7 +74,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def export(*words: object) -> str:
     lines: list[str] = []
-    assert run([*map(str, words)], lines.append) == 0
+    assert run([*map(str, words)], Terminal({}, lines.append)) == 0
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from launching import BIN, ROOT, free_port, seconds
 from ddp_kit.cli import submit
 from ddp_kit.clusters import kubeflow
 from ddp_kit.clusters.request import AGAIN, COUNTED, Request
+from ddp_kit.terminal import Terminal
 
 LAUNCH = ROOT / "launch"
 _IMAGE = "--image registry.example.com/me/train:1"
@@ -35,7 +36,7 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job_file(*words: str) -> str:
     printed: list[str] = []
-    assert submit.run([*words[:2], "--dry-run", *words[2:]], print, printed.append) == 0
+    assert submit.run([*words[:2], "--dry-run", *words[2:]], Terminal({}, printed.append)) == 0
     return printed[0]
 
 

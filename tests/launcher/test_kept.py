@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +23,7 @@ from ddp_kit.launcher import spec
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import kept_client
 from ddp_kit.launcher.warm.messages import Import
-
-# --- Messages -----------------------------------------------------------------------------------------------
-
-
-def test_message_arrives_with_its_descriptors() -> None:
-    one, other = socket.socketpair()
-    with one, other, tempfile.TemporaryFile() as file:
-        kept_client.send(one, {"for": "launch"}, [file.fileno()] * 3)
-        message, descriptors = kept_client.receive(other, 3)
-        assert message == {"for": "launch"}
-        assert [os.fstat(number).st_ino for number in descriptors] == [os.fstat(file.fileno()).st_ino] * 3
-        assert not any(map(os.get_inheritable, descriptors))
-        for number in descriptors:
-            os.close(number)
-
-
-@pytest.mark.parametrize(
-    ("content", "error"),
-    [
-        (b"", EOFError),
-        (b"\0\0", EOFError),
-        (b"\0\0\0\x05{}", EOFError),
-        (b"\xff\xff\xff\xff", ValueError),
-        (b"\0\0\0\x02[]", ValueError),
-        (b"\0\0\0\x02x]", ValueError),
-    ],
-)
-def test_message_that_is_damaged_is_refused(content: bytes, error: type[Exception]) -> None:
-    one, other = socket.socketpair()
-    with other:
-        with one:
-            one.sendall(content)
-        with pytest.raises(error):
-            kept_client.receive(other)
+from ddp_kit.launcher.wire import Connection
 
 
 def test_folder_that_others_can_use_is_not_used(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +120,9 @@ class Row(typing.NamedTuple):
 """
 OF_THE_CLIENT = {
     "ddp_kit.env", "ddp_kit.errors", "ddp_kit.exit_codes", "ddp_kit.launcher", "ddp_kit.cli", "ddp_kit.cli.main",
+    "ddp_kit.cli.commands", "ddp_kit.cli.stopped", "ddp_kit.cli.launch", "ddp_kit.terminal", "ddp_kit.texts",
     "ddp_kit.arguments", "ddp_kit.launcher.program", "ddp_kit.launcher.spec", "ddp_kit.launcher.warm",
-    "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.kept_client",
+    "ddp_kit.launcher.warm.facts", "ddp_kit.launcher.warm.kept_client", "ddp_kit.launcher.wire",
 }  # fmt: skip
 
 
@@ -171,13 +139,10 @@ def test_launch_that_is_handed_over_imports_only_what_that_needs(
         kept.listen()
         kept.settimeout(seconds(30))
         with started(*python, DDPKIT, "launch", "--keep-warm", script) as client:
-            connection, _ = kept.accept()
-            with connection:
-                _, descriptors = kept_client.receive(connection, 3)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                kept_client.send(connection, {"launcher": os.getpid()})
-                kept_client.send(connection, {"code": 7})
+            with closing(Connection(kept.accept()[0])) as connection:
+                connection.receive_object()
+                connection.send({"launcher": os.getpid()})
+                connection.send({"code": 7})
             _, imports = client.communicate(timeout=seconds(30))
             assert client.returncode == 7, imports
     needed = run(*python, "-c", STANDARD_LIBRARY).stderr

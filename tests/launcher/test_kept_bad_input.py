@@ -32,16 +32,16 @@ print(len(connection.recv(1 << 16)), flush=True)
 CONNECTS = """\
 import os, sys
 from pathlib import Path
-from ddp_kit.launcher.warm import kept_client
+from ddp_kit.launcher.wire import Connection
 import socket
 os.setuid(int(sys.argv[2]))
-with socket.socket(socket.AF_UNIX) as connection:
-    connection.connect(sys.argv[1])
-    try:
-        kept_client.send(connection, {"for": sys.argv[3], "argv": []}, [0, 1, 2])
-        print(kept_client.receive(connection))
-    except (EOFError, OSError):
-        print("no answer")
+connection = Connection(socket.socket(socket.AF_UNIX))
+connection.socket.connect(sys.argv[1])
+try:
+    connection.send({"for": sys.argv[3], "argv": []}, [0, 1, 2])
+    print(connection.receive_object())
+except EOFError:
+    print("no answer")
 """
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 

@@ -261,7 +261,7 @@ def test_launch_soon_after_the_first_uses_the_kept_process(folder: Folder) -> No
 
 
 CLAIMS = """\
-import json, os, socket, sys
+import json, os, sys
 from pathlib import Path
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import kept_client
@@ -270,8 +270,7 @@ request = {
     "argv": [sys.argv[2]], "env": dict(os.environ), "folder": os.getcwd(), "umask": 0, "ignored": [], "blocked": [],
     "import": {"program": program, "env": {}, "differing": (), "packages": None}, "facts": json.loads(sys.argv[3]),
 }
-with socket.socket(socket.AF_UNIX) as connection:
-    print(json.dumps(kept_client.ask(connection, Path(sys.argv[1]), "launch", request)))
+print(json.dumps(kept_client.ask(Path(sys.argv[1]), "launch", request)))
 """
 
 

@@ -40,7 +40,7 @@ def run(
     for rank, worker in enumerate(workers):
         if worker.wait():
             output.failed(rank)
-    return output.end(list(failed), lambda trace: True, {seconds(60)}, lambda: False, is_secondary)
+    return output.end(list(failed), True, {seconds(60)}, lambda: False, is_secondary)
 
 """
 

@@ -469,3 +469,28 @@ def test_nproc_per_node_from_the_environment_is_named_in_a_conflict() -> None:
 @pytest.mark.parametrize("words", ["--nproc 3 t.py", "--nproc=3 t.py --nproc 4", "--nproc_per 3 t.py"])
 def test_unique_prefix_of_a_flag_is_accepted_in_every_spelling(words: str) -> None:
     assert spec.parse(words.split(), {}).processes == "3"
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "setting"),
+    [
+        ("--rdzv-backend etcd", {}, "--rdzv-backend etcd"),
+        ("--rdzv-backend etcd --standalone", {}, ""),
+        ("--event-log-handler console", {}, "--event-log-handler console"),
+        ("", {"PET_EVENT_LOG_HANDLER": "console"}, "--event-log-handler console"),
+        ("", {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}, "TORCHELASTIC_ENABLE_FILE_TIMER=1"),
+        ("", {"TORCHELASTIC_ENABLE_FILE_TIMER": "0"}, ""),
+        ("--rdzv-backend c10d --rdzv-conf store_type='file'", {}, "--rdzv-conf store_type=file"),
+        ("--rdzv-backend c10d --rdzv-conf store_type=TCP,is_host=1", {}, ""),
+        ("--rdzv-backend static --master-port 1 --nnodes 2", {}, ""),
+    ],
+)
+def test_setting_that_only_torchrun_supports_makes_it_run_the_job(
+    words: str, env: dict[str, str], setting: str
+) -> None:
+    made = planned(f"{words} train.py", env=env)
+    assert made.torchrun_only == setting
+    assert made.may_fork == (not setting)
+    notices = [notice for notice in made.notices if "torchrun itself runs this job" in notice]
+    assert len(notices) == bool(setting)
+    assert all(setting in notice for notice in notices)

@@ -5,38 +5,18 @@ from pathlib import Path
 import pytest
 
 from ddp_kit.cli import plan
-from ddp_kit.cli.plan import run, size_of
+from ddp_kit.cli.plan import run
 from ddp_kit.devices.gpus import Gpu
 from ddp_kit.env import plan_request
 from ddp_kit.errors import UsageError
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("80GiB", 80 * 1024**3),
-        ("80GB", 80 * 1000**3),
-        ("1.5 gib", 3 * 1024**3 // 2),
-        ("512MiB", 512 * 1024**2),
-        ("85899345920", 85899345920),
-        ("100B", 100),
-    ],
-)
-def test_size_of_reads_sizes(text: str, size: int) -> None:
-    assert size_of(text) == size
-
-
-@pytest.mark.parametrize("text", ["eighty", "80GiBs", "-1GiB", "0GiB", "GiB", "", "80G"])
-def test_size_of_other_words_raises_usage_error(text: str) -> None:
-    with pytest.raises(UsageError, match="--memory"):
-        size_of(text)
+from ddp_kit.terminal import Terminal
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--gpus", "0", "--memory", "1GiB", __file__], "--gpus 0 is less than 1"),
-        (["--gpus", "2", "--memory", "much", __file__], "--memory much is not a size"),
+        (["--gpus", "2", "--memory", "much", __file__], "--memory: 'much' is not a size"),
         (["--gpus", "2", "--memory", "1GiB", "nowhere.py"], "there is no file nowhere.py"),
         (["--gpus", "2", __file__], "no GPU that reports its memory"),
         (["--memory", "1GiB", __file__], "this machine has no GPU"),
@@ -46,7 +26,7 @@ def test_size_of_other_words_raises_usage_error(text: str) -> None:
 )
 def test_plan_command_with_invalid_arguments_names_them(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        run(words, {"CUDA_VISIBLE_DEVICES": ""})
+        run(words, Terminal({"CUDA_VISIBLE_DEVICES": ""}))
 
 
 def test_plan_command_defaults_to_the_gpus_of_this_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,9 +44,9 @@ def test_plan_command_defaults_to_the_gpus_of_this_node(monkeypatch: pytest.Monk
     monkeypatch.setattr(plan, "Popen", Started)
     script = tmp_path / "train.py"
     script.touch()
-    assert run([str(script), "--gpus=7"], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9
-    assert run(["--gpus", "3", str(script), "x"], {}) == 128 + 9
-    assert run(["--nodes", "2", str(script)], {"CUDA_VISIBLE_DEVICES": "0,1"}) == 128 + 9
+    assert run([str(script), "--gpus=7"], Terminal({"CUDA_VISIBLE_DEVICES": "0,1"})) == 128 + 9
+    assert run(["--gpus", "3", str(script), "x"], Terminal({})) == 128 + 9
+    assert run(["--nodes", "2", str(script)], Terminal({"CUDA_VISIBLE_DEVICES": "0,1"})) == 128 + 9
     (first, asked), (_, other), (_, nodes) = started
     assert first == [str(script), "--gpus=7"]
     assert (asked.ranks, asked.memory) == (2, 80)

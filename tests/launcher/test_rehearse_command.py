@@ -4,6 +4,7 @@ import pytest
 
 from ddp_kit.errors import UsageError
 from ddp_kit.rehearsal.command import run
+from ddp_kit.terminal import Terminal
 
 
 @pytest.mark.parametrize(
@@ -26,12 +27,12 @@ from ddp_kit.rehearsal.command import run
 )
 def test_rehearse_with_invalid_arguments_names_them(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        run(words, {}, print, print)
+        run(words, Terminal({}))
 
 
 def test_rehearse_help_lists_its_own_flags_and_those_of_launch(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(["--help"], {}, print, print)
+        run(["--help"], Terminal({}))
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "--steps" in printed

@@ -27,6 +27,7 @@ from ddp_kit.report.comparison import differences, first_differences
 from ddp_kit.report.findings import findings, state
 from ddp_kit.report.page import page
 from ddp_kit.report.run_history import RunHistory, read_runs
+from ddp_kit.terminal import Terminal
 from ddp_kit.trainer.profile import Recorder
 
 GIB = 1 << 30
@@ -55,7 +56,7 @@ def test_report_of_a_run_that_has_just_begun_is_written(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     write_record(tmp_path / "run", [begin()])
     said: list[str] = []
-    assert report(["run"], said.append) == 0
+    assert report(["run"], Terminal({}, said.append)) == 0
     assert said[0] == "run: no end recorded, 0 of 1,000 steps in 0 s"
     assert "it is still running, was killed, or was started without the launcher" in said[1]
     assert "No log point has been recorded yet." in (tmp_path / "report.html").read_text()
@@ -344,7 +345,7 @@ def test_report_of_ten_thousand_rows_of_eight_ranks_is_small(tmp_path: Path) -> 
     rows = [noisy(step) for step in range(1, 10_001)]
     samples = [{**sample(second), "gpus": [gpu() for _ in range(8)]} for second in range(1000)]
     run = write_record(tmp_path / "run", [begin(ranks=8)], rows, samples)
-    assert report([str(run), "--out", str(tmp_path / "page.html")], print) == 0
+    assert report([str(run), "--out", str(tmp_path / "page.html")], Terminal({})) == 0
     assert (tmp_path / "page.html").stat().st_size <= 300_000
 
 
@@ -352,7 +353,7 @@ def test_report_escapes_text_of_a_run(tmp_path: Path) -> None:
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     attempts = [begin(command=[attack], model=attack), end(exit_code=1, text=attack, stacks={"0": attack})]
     write_record(tmp_path / attack.replace("/", "_"), attempts, [row(1, **{attack: 1.0})])
-    assert report([str(tmp_path / attack.replace("/", "_")), "--out", str(tmp_path / "page.html")], print) == 0
+    assert report([str(tmp_path / attack.replace("/", "_")), "--out", str(tmp_path / "page.html")], Terminal({})) == 0
     page = (tmp_path / "page.html").read_text()
     assert "<script>alert" not in page
     assert "<img" not in page
@@ -400,7 +401,7 @@ def test_report_with_images_writes_all_charts(tmp_path: Path) -> None:
     rows = [row(i, rank_memory=[GIB, GIB]) for i in range(1, 9)]
     runs = [str(write_record(tmp_path / name, [begin()], rows, [sample(i) for i in range(3)])) for name in "ab"]
     words = [*runs, "--out", str(tmp_path / "r.html"), "--images", str(tmp_path / "plots")]
-    assert report(words, print) == 0
+    assert report(words, Terminal({})) == 0
     written = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert "loss.svg" in written
     assert "phases-2.svg" in written
@@ -420,7 +421,7 @@ def test_report_reads_the_traces_of_a_run(tmp_path: Path) -> None:
         tmp_path / "run", [begin(folder=str(tmp_path), config={"profile": {"steps": [2, 3], "dir": "traces"}})]
     )
     said: list[str] = []
-    assert report([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")], said.append) == 0
+    assert report([str(tmp_path / "run"), "--out", str(tmp_path / "page.html")], Terminal({}, said.append)) == 0
     page = (tmp_path / "page.html").read_text()
     assert "Profile of rank 0, steps 2 to 3 (rank0_steps2-3.json.gz)" in page
     assert "aten::mm" in page

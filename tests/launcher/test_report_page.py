@@ -9,6 +9,7 @@ import pytest
 from recorded_run import START, begin, end, evaluation, row, sample, write_record
 
 from ddp_kit.report.command import run as report
+from ddp_kit.terminal import Terminal
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
@@ -36,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     attempts = [begin(), failed, begin("job.1", step=500, time=START + 60), end("job.1")]
     runs = [write_record(folder / "first", attempts, rows, [sample(i) for i in range(20)])]
     runs += [write_record(folder / "second", [begin(config={"epochs": 2})], rows[:500])]
-    assert report([*map(str, runs), "--out", str(folder / "report.html")], print) == 0
+    assert report([*map(str, runs), "--out", str(folder / "report.html")], Terminal({})) == 0
     return folder / "report.html"
 
 

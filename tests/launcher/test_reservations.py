@@ -140,6 +140,23 @@ def test_launch_command_holds_its_gpus_while_its_job_runs(
     assert "held by" not in run(DDPKIT, "devices", env=environment).stdout
 
 
+@pytest.mark.slow
+def test_torchrun_that_replaces_the_launcher_holds_its_gpus(
+    launches_on: On, machine: Machine, script: Callable[[str], Path]
+) -> None:
+    environment = launches_on(machine(0)).env
+    holds = script("say(os.environ['CUDA_VISIBLE_DEVICES']); sys.stdin.read()")
+    command = [DDPKIT, "launch", "--gpus", 1, "--event-log-handler", "console", holds]
+    with started(*command, env=environment, stdin=subprocess.PIPE) as torchrun:
+        assert torchrun.stdout is not None
+        assert torchrun.stdout.readline() == "0\n"
+        shown = run(DDPKIT, "devices", env=environment).stdout
+        torchrun.communicate(timeout=seconds(60))
+    assert f"held by pid {torchrun.pid} of " in shown
+    assert "torch.distributed.run" in shown
+    assert "held by" not in run(DDPKIT, "devices", env=environment).stdout
+
+
 @pytest.fixture
 def plan() -> Plan:
     """A plan on one GPU that no other test knows of."""

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import LogsDest
 
-from ddp_kit.cli import main as cli
+from ddp_kit.cli.launch import _later_torchrun_parser
 from ddp_kit.devices.cpus import Cpus
 from ddp_kit.env import GRACE_DEFAULT
 from ddp_kit.errors import UsageError
@@ -191,13 +191,4 @@ def test_parser_of_torch_is_used_only_if_torch_is_newer_than_the_listed_flags(
     version: str, is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
-    assert (cli._later_torchrun_parser() is not None) is is_asked
-
-
-def test_settings_of_a_later_torch_have_their_defaults_for_its_own_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser, given = torchrun.get_args_parser(), []
-    parser.add_argument("--new-flag", default="new")
-    monkeypatch.setattr(torchrun, "get_args_parser", lambda: parser)
-    monkeypatch.setattr(torchrun, "config_from_args", lambda settings: [given.append(settings)])
-    our_torchrun.launch_config(argparse.Namespace(role="ours"))
-    assert (given[0].role, given[0].new_flag) == ("ours", "new")
+    assert (_later_torchrun_parser() is not None) is is_asked

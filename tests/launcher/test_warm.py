@@ -23,7 +23,6 @@ from ddp_kit.launcher.warm.client import Process, WarmServer
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
-    ClosedError,
     Ended,
     FolderMade,
     Import,
@@ -35,6 +34,7 @@ from ddp_kit.launcher.warm.messages import (
     Started,
 )
 from ddp_kit.launcher.warm.worker import _leave_note
+from ddp_kit.launcher.wire import ClosedError
 
 
 def a_program(path: Path | str, *arguments: str, module: bool = False) -> Program:
@@ -65,28 +65,6 @@ def test_channel_messages_arrive_unchanged(message: Message) -> None:
     with pytest.raises(ClosedError):
         list(other.receive())
     other.close()
-
-
-def test_channel_joins_messages_of_any_size_in_any_pieces() -> None:
-    ends = socket.socketpair()
-    ends[0].setblocking(False)
-    reader = Channel(ends[1])
-    words = {"LARGE": "x" * 300_000}
-    sent = [Start(number, ("python",), words, a_program("train.py")) for number in range(3)]
-    got: list[object] = []
-    child = os.fork()
-    if child == 0:
-        ends[0].setblocking(True)
-        writer = Channel(ends[0])
-        for message in sent:
-            writer.send(message)
-        os._exit(0)
-    while len(got) < 3:
-        got += reader.receive()
-    os.waitpid(child, 0)
-    assert got == sent
-    for end in ends:
-        end.close()
 
 
 def test_program_command_line_is_that_of_python() -> None:
@@ -258,12 +236,12 @@ def forked(
 def make_imports(server: WarmServer, program: Program) -> None:
     server.import_for(Import(program, clean_environment(), ()), lambda *_: None)
     while server.imports:
-        server.pump(timeout=None)
+        server.pump(seconds(60))
 
 
 def started(server: WarmServer, worker: Process) -> Process:
     while not worker.answered:
-        server.pump(timeout=None)
+        server.pump(seconds(60))
     return worker
 
 

@@ -186,7 +186,7 @@ def test_plan_settings_are_in_order_of_cost(gib: int, text: str) -> None:
 
 
 def test_report_without_a_setting_that_fits_says_so() -> None:
-    text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB, 8)
+    text = report(large(20000), plan_memory(large(20000), ParallelConfig(), 8), 8, 80 * GIB, 8, "a model")
     assert "no setting of ddpkit makes it fit; the smallest total is" in text
 
 
@@ -204,12 +204,12 @@ def test_advice_names_settings_that_fit_in_order_of_memory() -> None:
 
 def test_report_has_a_table_a_verdict_and_advice() -> None:
     model = large(20)
-    text = report(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB, 8)
+    text = report(model, plan_memory(model, ParallelConfig(), 8), 8, 80 * GIB, 8, "a model")
     assert "  weights                 20.0 GiB  exact\n" in text
     assert "  total                   91.0 GiB\n" in text
     assert "does not fit: needs 91.0 GiB, but a device has 80.0 GiB\nsettings that fit, cheapest first:\n" in text
     unknown = replace(large(4), problems=("activations: no",))
-    text = report(unknown, plan_memory(unknown, ParallelConfig(), 8), 8, 80 * GIB, 8)
+    text = report(unknown, plan_memory(unknown, ParallelConfig(), 8), 8, 80 * GIB, 8, "a model")
     assert "not known: activations: no" in text
     assert text.endswith("fits: at least 19.0 GiB of 80.0 GiB, as far as is known")
 

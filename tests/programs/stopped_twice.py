@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 
-from ddp_kit.cli import main as cli
+from ddp_kit.cli import devices
+from ddp_kit.cli.main import entry
 
 
 class Interrupts:
@@ -16,6 +17,6 @@ class Interrupts:
         pass
 
 
-cli.COMMANDS["devices"] = lambda argv: os.kill(os.getpid(), signal.SIGTERM)
+devices.run = lambda argv, terminal: os.kill(os.getpid(), signal.SIGTERM)
 sys.stderr = Interrupts()
-cli.entry(["devices"])
+entry(["devices"])

@@ -10,6 +10,7 @@ from kubelet import Kubelet
 from launching import seconds
 
 from ddp_kit.cli.submit import run as submit_job
+from ddp_kit.terminal import Terminal
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ def cluster(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         flags = ["--on", kind, "--nodes", "2", "--image", "any"]
         if kind != "kubeflow":  # its runtime sets both
             flags += ["--grace", str(GRACE), "--retries", str(retries)]
-        submit_job([*flags, "--dry-run", "--nproc-per-node", "1", *words], print, printed.append)
+        submit_job([*flags, "--dry-run", "--nproc-per-node", "1", *words], Terminal({}, printed.append))
         return Kubelet(printed[0], hosts(2), tmp_path, user_environment())
 
     return submit

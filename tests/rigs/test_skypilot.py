@@ -10,6 +10,7 @@ from launching import seconds
 from managed_job import ManagedJob
 
 from ddp_kit.cli.submit import run as submit_job
+from ddp_kit.terminal import Terminal
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ def submit(
     def run(*words: str) -> ManagedJob:
         printed: list[str] = []
         flags = ["--on", "skypilot", "--nodes", "2", "--dry-run", "--nproc-per-node", "1"]
-        submit_job([*flags, *words], print, printed.append)
+        submit_job([*flags, *words], Terminal({}, printed.append))
         job = ManagedJob(printed[0], nodes, tmp_path, env)
         job.start()
         return job

@@ -24,6 +24,7 @@ from labels import unlabelled
 from launching import BIN, PROGRAMS, ROOT, free_port, seconds
 
 from ddp_kit.cli import submit
+from ddp_kit.terminal import Terminal
 
 SBATCH = ROOT / "launch" / "slurm" / "train.sbatch"
 REPORT = PROGRAMS / "slurm_report.py"
@@ -316,7 +317,7 @@ def test_exit_codes_decide_whether_the_job_restarts(slurm: Slurm, tmp_path: Path
     (tmp_path / "exits.py").write_text(cluster_training.EXITS)
     flags = ["--on", "slurm", "--nodes", "2", "--cpus", "1", "--retries", "1", "--dry-run"]
     printed: list[str] = []
-    submit.run(flags, print, printed.append)
+    submit.run(flags, Terminal({}, printed.append))
     batch = tmp_path / "exits.sbatch"
     batch.write_text(printed[0])
     slurm.ask("sbatch", "--test-only", str(batch), "exits.py")

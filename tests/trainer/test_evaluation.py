@@ -21,7 +21,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def seen_until_stopped(meet: bool, after: int) -> tuple[int, bool]:
+def seen_until_stopped(meet: bool, after: int, *, divides_weights: bool = False) -> tuple[int, bool]:
     """How many batches were seen with a stop asked for after so many, and whether there were values."""
     seen: list[Tensor] = []
 
@@ -34,6 +34,7 @@ def seen_until_stopped(meet: bool, after: int) -> tuple[int, bool]:
 
     model = nn.Linear(3, 1)
     trainer = Trainer(model, torch.optim.SGD(model.parameters()), loss_fn, TrainerConfig(max_steps=1))
+    trainer._run.strategy.divides_weights = divides_weights
     values = evaluate(trainer._run, {}, EvaluationData(lambda: BATCHES, list), lambda: len(seen) >= after)
     return len(seen), values is not None
 
@@ -47,6 +48,10 @@ def test_evaluation_that_is_stopped_ends_after_the_current_batch() -> None:
 @pytest.mark.usefixtures("group")
 def test_evaluation_with_collectives_in_each_batch_is_not_stopped() -> None:
     assert seen_until_stopped(meet=True, after=1) == (3, True)
+
+
+def test_evaluation_with_divided_weights_is_not_stopped() -> None:
+    assert seen_until_stopped(meet=False, after=1, divides_weights=True) == (3, True)
 
 
 def test_evaluation_line_begins_with_its_name(said: list[str]) -> None:

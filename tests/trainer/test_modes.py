@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Trainer, TrainerConfig
-from ddp_kit.structures import in_mode
+from ddp_kit.model.modes import in_mode
 
 X = torch.ones(16, 1)
 DATA = TensorDataset(X)

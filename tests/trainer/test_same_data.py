@@ -13,9 +13,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from ddp_kit import DataConfig, DataError, TrainerConfig
 from ddp_kit.config.settings import settings_equal_on_all_ranks
 from ddp_kit.data import comparison as comparing
-from ddp_kit.data.comparison import SampleComparison, digest_of_sample
+from ddp_kit.data.comparison import RANKS, SampleComparison, check_same_samples
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
+from ddp_kit.structures import digest_of_value
 
 Pair = namedtuple("Pair", "x y")
 
@@ -59,12 +60,12 @@ class Fetched(Dataset[torch.Tensor]):
     ],
 )
 def test_digests_of_different_samples_differ(one: object, other: object) -> None:
-    assert digest_of_sample(one) != digest_of_sample(other)
-    assert digest_of_sample(one) == digest_of_sample(one)
+    assert digest_of_value(one) != digest_of_value(other)
+    assert digest_of_value(one) == digest_of_value(one)
 
 
 def test_digest_of_a_sample_without_a_value_is_none() -> None:
-    assert digest_of_sample(object()) == digest_of_sample(np.array([object()])) == -1
+    assert digest_of_value(object()) == digest_of_value(np.array([object()])) == -1
 
 
 def test_sample_comparison_fetches_few_samples_once_and_draws_nothing() -> None:
@@ -201,3 +202,27 @@ def test_values_that_are_secret_or_long_are_masked_or_shown_where_they_differ(mo
     assert shown.startswith("...long/long/long/long/long/long/0/endend")
     assert shown.endswith("; 4 more")
     assert len(shown) < 1000
+
+
+FACTS: consistency.Facts = {"the setting seed": 0, RANKS: 2, "data.num_workers": 1, "the micro-batch": 4}
+
+
+def test_resume_with_other_samples_names_each_fact_that_has_changed() -> None:
+    check_same_samples(FACTS, FACTS | {"the number of its steps": 7}, 1, 3)
+    changed = FACTS | {"the setting seed": 5, "the micro-batch": 8}
+    named = "after 3 steps of epoch 2, .*: the setting seed was 0 and is now 5; the micro-batch was 4 and is now 8"
+    with pytest.raises(DataError, match=named):
+        check_same_samples(FACTS, changed, 1, 3)
+    with pytest.raises(DataError, match="the number of its steps was 7 and is now None"):
+        check_same_samples(FACTS | {"the number of its steps": 7}, FACTS, 1, 3)
+
+
+def test_stream_that_resumes_with_another_number_of_ranks_may_have_other_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[object] = []
+    monkeypatch.setattr(comparing.logger, "warning", lambda _text, *values: warnings.extend(values))
+    check_same_samples(FACTS, FACTS | {RANKS: 1, "data.num_workers": 2, "the micro-batch": 8}, 1, 3)
+    assert warnings == [2, "2 ranks", 1]
+    with pytest.raises(DataError, match="the setting seed was 0"):
+        check_same_samples(FACTS, FACTS | {RANKS: 1, "the setting seed": 5}, 1, 3)

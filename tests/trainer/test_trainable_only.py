@@ -14,6 +14,7 @@ from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.load_model import fingerprint
 from ddp_kit.cli.export import run as export
 from ddp_kit.state_values import Piece
+from ddp_kit.terminal import Terminal
 
 WIDTH = 128
 TRAINED = {"adapter.down.weight", "adapter.up.weight", "norm.weight", "norm.bias"}
@@ -140,7 +141,7 @@ def test_load_model_and_export_report_frozen_weights_that_are_not_included(tmp_p
     assert load_model(tmp_path / "run", Adapted(base=1), strict=False).missing == ("base.weight", "base.bias")
     lines: list[str] = []
     target = tmp_path / "adapter.safetensors"
-    assert export([str(tmp_path / "run"), str(target)], lines.append) == 0
+    assert export([str(tmp_path / "run"), str(target)], Terminal({}, lines.append)) == 0
     assert "2 frozen weights are not included" in lines[-1]
     assert safetensors.torch.load_file(target).keys() == TRAINED | BUFFERS
 

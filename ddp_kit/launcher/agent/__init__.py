@@ -2,10 +2,11 @@
 
 This is the only launcher folder that imports torch.
 
-    run.py       runs a plan: connects to the job, runs the agent, returns the outcome; or runs torch's own agent
+    run.py       runs a plan: connects to the job, runs the agent, returns the outcome; or becomes torchrun
     loop.py      the agent: receives orders from the job, sends reports to it
     inbox.py     the event queue of the loop; sockets.py, waiting.py: what a node listens on, and prints while it waits
-    workers.py   the worker processes of one round
+    workers.py   starts and stops the worker processes of one round
+    endings.py   the rule for late, failed and hung workers; failures.py explains why a worker has failed
     hangs.py     detects workers that hang; stacks.py reads their stacks
     nodes.py     the link to the job's state machine: in this process for one node, over a TCPStore for several nodes
 

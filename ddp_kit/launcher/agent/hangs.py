@@ -102,9 +102,11 @@ class HangRule:
         before = self._ranks
         self._ranks = {rank: self._after(before.get(rank), heartbeat, passed) for rank, heartbeat in heartbeats.items()}
         self._stopped = self._stopped + passed if stopped else 0.0
-        idle, limit = min(rank.idle for rank in self._ranks.values()), self.limit
+        idle = min(rank.idle for rank in self._ranks.values())
+        limit = self.limit
         if stopped:
-            idle, limit = min(idle, self._stopped), self._floor
+            idle = min(idle, self._stopped)
+            limit = self._floor
         elif not self._progress_expected():
             return None
         return NoProgress(idle, limit) if idle >= limit else None
@@ -117,22 +119,20 @@ class HangRule:
     @property
     def limit(self) -> float:
         """Seconds without progress that count as a hang at this point of the run."""
-        return max(self._floor * (1 if self._settled else _STARTUP_FACTOR), _PAUSE_FACTOR * self._pause)
+        is_settled = all(map(self._is_settled, self._ranks.values()))
+        factor = 1 if is_settled else _STARTUP_FACTOR
+        return max(factor * self._floor, _PAUSE_FACTOR * self._pause)
 
-    @property
-    def _settled(self) -> bool:
-        """Whether all ranks are past their first steps or collectives, and none is saving a checkpoint.
+    def _is_settled(self, rank: _Rank) -> bool:
+        """Whether the rank is past its first steps or collectives, and is not saving a checkpoint.
 
         If not, a higher limit applies, because start-up and saving may be slow.
         """
-        for rank in self._ranks.values():
-            has_trainer = rank.heartbeat.step is not None
-            has_begun = self._any_script and rank.collectives >= _FIRST_COLLECTIVES
-            if not (rank.heartbeat.steps >= _FIRST_STEPS if has_trainer else has_begun):
-                return False
-            if rank.heartbeat.phase is Phase.CHECKPOINT:
-                return False
-        return True
+        if rank.heartbeat.phase is Phase.CHECKPOINT:
+            return False
+        if rank.heartbeat.step is not None:  # it has a Trainer
+            return rank.heartbeat.steps >= _FIRST_STEPS
+        return self._any_script and rank.collectives >= _FIRST_COLLECTIVES
 
     def _after(self, before: _Rank | None, heartbeat: Heartbeat, passed: float) -> _Rank:
         if before is None:
@@ -182,7 +182,8 @@ def culprit(heartbeats: Mapping[int, Heartbeat], stacks: Mapping[int, Stack]) ->
     """
 
     def order(rank: int) -> tuple[bool, bool, int, int, int, int, int]:
-        stack, beat = stacks.get(rank, Stack()), heartbeats[rank]
+        stack = stacks.get(rank, Stack())
+        beat = heartbeats[rank]
         step = -1 if beat.step is None else beat.step
         within = (beat.phase - Phase.CALLBACKS) % len(Phase)  # the end of a step is recorded before its callbacks
         counts = beat.collectives, step, beat.all_collectives, within
@@ -212,6 +213,7 @@ _LOOK_IN_DMESG = (
     "look in `dmesg -T` for a disk, network file system or driver that does not respond; if the wait is expected, "
     "raise TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 )
+_SLEEP_CHECK_SECONDS = 1.0  # between two checks for uninterruptible sleep; the user has to enable these checks
 _NATIVE_SECONDS = 10.0
 _ENDING_SECONDS = 1.0
 
@@ -219,13 +221,15 @@ _ENDING_SECONDS = 1.0
 class HangMonitor:
     """Monitors the workers of one round on this node.
 
-    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `host`: the name of
-    this node in failures. `interrupted`: a function that returns whether to stop reading stacks.
+    `hang_timeout`: the value of --hang-timeout in seconds; None: the default applies; 0: no limit. `sleep_timeout`:
+    seconds that a worker may be in the kernel's uninterruptible sleep; 0: no limit. `host`: the name of this node in
+    failures. `interrupted`: a function that returns whether to stop reading stacks.
     """
 
     def __init__(
         self,
         hang_timeout: float | None,
+        sleep_timeout: float,
         envs: Mapping[int, Mapping[str, str]],
         error_files: Mapping[int, str],
         host: str,
@@ -235,16 +239,20 @@ class HangMonitor:
         self._several_nodes = any(env.get(GROUP_WORLD_SIZE, "1") != "1" for env in envs.values())
         self._error_files = error_files
         self._host = host
+        self._sleep_timeout = sleep_timeout
+        self._asleep_since: dict[int, float] = {}  # ranks in uninterruptible sleep
         self._began = time.monotonic()
         self._interrupted = interrupted
         self._has_user_limit = hang_timeout is not None  # if not, doubtful cases are left to torch's own timeouts
         self._left_to_other_nodes = False
-        floor = DEFAULT_SECONDS if hang_timeout is None else hang_timeout
-        self._rule = HangRule(floor, hang_timeout is not None, self._began) if floor else None
-        self.count_interval = (
-            self._rule.check_interval / 2 if self._rule is not None and hang_timeout is not None else 0.0
-        )
+        self._rule: HangRule | None = None
+        self.count_interval = 0.0
         """Seconds between counts of a worker's collectives, which show progress without a Trainer; 0: never."""
+        if hang_timeout is None:
+            self._rule = HangRule(DEFAULT_SECONDS, False, self._began)
+        elif hang_timeout:
+            self._rule = HangRule(hang_timeout, True, self._began)
+            self.count_interval = self._rule.check_interval / 2
         self.failure: Failure | None = None
         """The failure of the worker that hangs, with its stack; None: no worker hangs."""
         self.others: tuple[str, ...] = ()
@@ -253,14 +261,20 @@ class HangMonitor:
         """Stacks by global rank."""
 
     def next_check(self) -> float | None:
-        """Seconds until the next call of `check`, or None if no further call is needed."""
-        return None if self._rule is None or self.failure is not None else self._rule.next_check(time.monotonic())
+        """Seconds until the next call of `check` and `check_sleeping`, or None if no further call is needed."""
+        checks = []
+        if self._rule is not None and self.failure is None:
+            checks.append(self._rule.next_check(time.monotonic()))
+        if self._sleep_timeout:
+            checks.append(min(_SLEEP_CHECK_SECONDS, self._sleep_timeout / 4))
+        return min(checks, default=None)
 
     def check(self, pids: Mapping[int, int]) -> int | None:
         """Return the local rank that hangs, or None. `pids`: the process ids of the running workers, by local rank."""
-        if self._rule is None or self.next_check() != 0.0 or not pids:
+        if self._rule is None or self.failure is not None or not pids or self._rule.next_check(time.monotonic()) != 0.0:
             return None
-        heartbeats, read_at = self._read_heartbeats(pids), time.monotonic_ns()
+        heartbeats = self._read_heartbeats(pids)
+        read_at = time.monotonic_ns()
         no_progress = self._rule.check(heartbeats, time.monotonic(), stopped=any(map(is_stopped, pids.values())))
         if any(heartbeat.phase is Phase.EXITING for heartbeat in heartbeats.values()):
             return None  # the launcher ends a worker whose exit takes too long
@@ -293,7 +307,8 @@ class HangMonitor:
 
     def after_timeout(self, pids: Mapping[int, int]) -> int | None:
         """After a collective has timed out, return the local rank that did not reach it, or None if not known."""
-        heartbeats, stacks = self._read_heartbeats(pids), self._read_stacks(pids, _NATIVE_SECONDS)
+        heartbeats = self._read_heartbeats(pids)
+        stacks = self._read_stacks(pids, _NATIVE_SECONDS)
         seen = {rank: stack for rank, stack in stacks.items() if stack.frames or stack.stopped}  # others have ended
         self.others = self._locations(seen, heartbeats)
         self._write_stacks(stacks)
@@ -305,12 +320,20 @@ class HangMonitor:
         return late[0]
 
     def check_sleeping(self, pids: Mapping[int, int]) -> int | None:
-        """Return a local rank that is in the kernel's uninterruptible sleep, or None.
+        """Return a local rank that has been in the kernel's uninterruptible sleep for too long, or None.
 
         This reads no stack, because py-spy would block until the process wakes up.
         """
-        local_rank = next((rank for rank, pid in pids.items() if state(pid) == "D"), None)
-        if local_rank is not None and self.failure is None:
+        if not self._sleep_timeout:
+            return None
+        now = time.monotonic()
+        asleep = [rank for rank, pid in pids.items() if state(pid) == "D"]
+        self._asleep_since = {rank: self._asleep_since.get(rank, now) for rank in asleep}
+        late = [rank for rank, since in self._asleep_since.items() if now - since >= self._sleep_timeout]
+        if not late:
+            return None
+        local_rank = late[0]
+        if self.failure is None:
             function = wait_channel(pids[local_rank])
             where = f", in the kernel function {function}" if function else ""
             message = f"the process is in uninterruptible sleep (state D){where}"
@@ -331,18 +354,19 @@ class HangMonitor:
 
     def _message(self, heartbeats: Mapping[int, Heartbeat], read_at: int, no_progress: NoProgress, waits: bool) -> str:
         message = f"no progress for more than {no_progress.limit:.3g} s"
-        # A rank that holds the interpreter lock has stopped counting, and may have started more collectives since.
-        is_current = all(read_at - beat.counted_at < no_progress.limit / 2 * 1e9 for beat in heartbeats.values())
-        counts = sorted({beat.collectives for beat in heartbeats.values()}) if is_current else []
         if waits and self._several_nodes:
             return f"{message}; the cause may be on another node"
+        if waits and len(heartbeats) < len(self._ranks):
+            return f"{message}; other ranks have ended"
         if waits:
-            ended = len(heartbeats) < len(self._ranks)
-            return f"{message}; {'other ranks have ended' if ended else 'all ranks are waiting for each other'}"
-        if len(counts) > 1 and all(beat.step is None for beat in heartbeats.values()):
-            return (
-                f"{message}; this rank has started {counts[0]} collectives, but other ranks have started {counts[-1]}"
-            )
+            return f"{message}; all ranks are waiting for each other"
+        beats = heartbeats.values()
+        # A rank that holds the interpreter lock has stopped counting, and may have started more collectives since.
+        is_current = all(read_at - beat.counted_at < no_progress.limit / 2 * 1e9 for beat in beats)
+        fewest = min(beat.collectives for beat in beats)
+        most = max(beat.collectives for beat in beats)
+        if is_current and fewest < most and all(beat.step is None for beat in beats):
+            return f"{message}; this rank has started {fewest} collectives, but other ranks have started {most}"
         return message
 
     def _fail_with_stack(
@@ -355,14 +379,21 @@ class HangMonitor:
         waits: bool = False,
     ) -> None:
         """Set `failure` to that of a worker whose stack has been read, and keep the stacks of all workers."""
-        stack, heartbeat = stacks[local_rank], heartbeats[local_rank]
-        how = " and stopped by a signal" if stack.stopped else " with the interpreter lock held" * stack.holds_lock
-        message = f"{message}; {stack.doing(heartbeat.phase)}{how}{'' if stack.frames else _NO_STACK}"
+        stack = stacks[local_rank]
+        heartbeat = heartbeats[local_rank]
+        message = f"{message}; {stack.doing(heartbeat.phase)}"
+        if stack.stopped:
+            message += " and stopped by a signal"
+        elif stack.holds_lock:
+            message += " with the interpreter lock held"
+        if not stack.frames:
+            message += _NO_STACK
         process = f"rank {self._ranks[local_rank]} (pid {stack.pid})"
         if stack.loader is not None:
             process = f"a DataLoader worker (pid {stack.loader.pid}) of {process}"
-        lines = (stack.loader or stack).as_trace()
-        trace = f"Stack of {process}, most recent call last:\n{lines}" if lines else ""
+        trace = (stack.loader or stack).as_trace()
+        if trace:
+            trace = f"Stack of {process}, most recent call last:\n{trace}"
         self.failure = replace(
             self._failure(local_rank, stack.pid, heartbeat.step, message, hint),
             trace=masked(trace, os.environ),
@@ -391,10 +422,11 @@ class HangMonitor:
         for local_rank, stack in stacks.items():
             doing = stack.doing(heartbeats[local_rank].phase)
             by_activity.setdefault(doing, []).append(self._ranks[local_rank])
-        return tuple(
-            masked(f"{rank_list(ranks)} {'was' if len(ranks) == 1 else 'were'} {doing}", os.environ)
-            for doing, ranks in by_activity.items()
-        )
+        lines = []
+        for doing, ranks in by_activity.items():
+            verb = "was" if len(ranks) == 1 else "were"
+            lines.append(masked(f"{rank_list(ranks)} {verb} {doing}", os.environ))
+        return tuple(lines)
 
     def remove_empty_files(self) -> None:
         """Remove empty stack files. Workers that can write their own stacks create these files when they start."""
@@ -406,7 +438,8 @@ class HangMonitor:
     def _write_stacks(self, stacks: Mapping[int, Stack]) -> None:
         """Write the complete stacks next to the logs."""
         for local_rank, stack in stacks.items():
-            text = self.stacks[self._ranks[local_rank]] = masked(stack.text, os.environ)
+            text = masked(stack.text, os.environ)
+            self.stacks[self._ranks[local_rank]] = text
             path = self.stacks_file(local_rank)
             if text and path:
                 with suppress(OSError), os.fdopen(open_log(path), "w") as file:

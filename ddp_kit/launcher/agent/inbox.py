@@ -65,7 +65,10 @@ def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
     poll = select.poll()
     for source in sources:
         poll.register(source, select.POLLIN)
-    poll.poll(None if timeout is None else max(0, math.ceil(min(timeout, _MAX_POLL_SECONDS) * 1000)))
+    if timeout is None:
+        poll.poll()
+    else:
+        poll.poll(max(0, math.ceil(min(timeout, _MAX_POLL_SECONDS) * 1000)))
 
 
 class Inbox:

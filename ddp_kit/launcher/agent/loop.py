@@ -1,156 +1,22 @@
 """The agent, one per node: it carries out the orders that it gets from `job.py`, and reports its workers' state."""
 
-import json
-import logging
 import os
-import socket
-import tempfile
-import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic import events
-from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.timer import FileTimerServer
 
-from ddp_kit.env import FILE_TIMER, FILE_TIMER_PATH, NOTE_MARK
-from ddp_kit.heartbeat import read_heartbeat
 from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartWorkers, StopSignal, WorkerSignal
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
 from ddp_kit.launcher.agent.sockets import allow_connections, own_loopback
 from ddp_kit.launcher.agent.workers import Workers
-from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Steps, Stop, combined_steps
+from ddp_kit.launcher.job import End, Pause, RankAssignment, Report, State, Stop
 from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
-from ddp_kit.uncaught import read_error_file
-
-# --- Event records ----------------------------------------------------------------------------------------------------
-# Records for --event-log-handler, with the same names and fields as in torch's agent.
-
-
-class EventRecords:
-    """Writer of one node's event records, which are the same as those of torch's agent.
-
-    Source: `SimpleElasticAgent._construct_event` of torch 2.13.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._is_on = not isinstance(events.get_logging_handler(plan.event_log_handler), logging.NullHandler)
-        self._began = self._waits_since = time.monotonic()
-        self._workers: Workers | None = None
-
-    def wait_begins(self) -> None:
-        """Record when the wait for the next round started."""
-        self._waits_since = time.monotonic()
-
-    def round_began(self, workers: Workers) -> None:
-        """Record that the node got its rank assignment and started its workers."""
-        self._workers = workers
-        self._record("RENDEZVOUS", duration_ms=(time.monotonic() - self._waits_since) * 1000)
-        self._record("ASSIGN_WORKER_RANKS", duration_ms=0.0)  # the ranks came with the assignment
-        for local_rank in workers.pids:
-            self._record("START", local_rank)
-
-    def timer(self, name: str, request: Any = None) -> None:
-        """Record an event of the timer server."""
-        inner = {"watchdog_event": name}
-        if request is not None:
-            fields = ("worker_pid", "scope_id", "expiration_time", "signal")
-            inner |= {field: str(getattr(request, field)) for field in fields}
-        self._write(name, EventSource.AGENT, self._metadata("RUNNING") | {"metadata": json.dumps(inner)})
-
-    def job_ended(self, outcome: Outcome) -> None:
-        """Record how each worker of the last round ended, and then how the agent ended."""
-        if outcome.stopped_by and not outcome.lost:
-            self._record("FAILED", raw_error=f"stopped by signal {outcome.stopped_by}")
-            return
-        if self._workers is not None:
-            failures = {failure.local_rank: failure for failure in self._workers.process_failures()}
-            others = "SUCCEEDED" if outcome == Outcome() else "TERMINATED"
-            for local_rank in self._workers.pids:
-                self._record("FAILED" if local_rank in failures else others, local_rank, failures.get(local_rank))
-        self._record("SUCCEEDED")
-
-    def _record(
-        self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None, **more: float | str
-    ) -> None:
-        """Record a state of a worker, or of the agent if `local_rank` is None."""
-        if self._is_on:
-            source = EventSource.AGENT if local_rank is None else EventSource.WORKER
-            metadata = self._metadata(state, local_rank, failure) | more
-            self._write(f"torchelastic.worker.status.{state}", source, metadata)
-
-    def _write(self, name: str, source: EventSource, metadata: dict[str, Any]) -> None:
-        events.record(Event(name, source=source, metadata=metadata), self._plan.event_log_handler)
-
-    def _metadata(
-        self, state: str, local_rank: int | None = None, failure: ProcessFailure | None = None
-    ) -> dict[str, Any]:
-        plan, assignment = self._plan, self._workers.assignment if self._workers is not None else None
-        inner: dict[str, Any] = {
-            "group_world_size": assignment.group_world_size if assignment is not None else None,
-            "entry_point": Path(plan.command[0]).name,
-        }
-        metadata = {
-            "run_id": plan.rendezvous.run_id,
-            "global_rank": None,
-            "group_rank": assignment.group_rank if assignment is not None else None,
-            "worker_id": None,
-            "role": plan.role,
-            "hostname": socket.getfqdn(),
-            "state": state,
-            "total_run_time": int(time.monotonic() - self._began),
-            "rdzv_backend": plan.rendezvous.backend,
-            "raw_error": None if failure is None else json.dumps(failure.error_file_data),
-            "agent_restarts": assignment.restarts if assignment is not None else 0,
-            "duration_ms": None,
-        }
-        if local_rank is not None and assignment is not None and self._workers is not None:
-            metadata |= {
-                "global_rank": assignment.first_rank + local_rank,
-                "worker_id": str(self._workers.pids[local_rank]),
-            }
-            inner |= {
-                "local_rank": [local_rank],
-                "role_rank": [assignment.first_role_rank + local_rank],
-                "role_world_size": [assignment.role_world_size],
-                "exit_code": [failure and failure.exitcode],
-                "worker_pid": [failure and failure.pid],
-            }
-        return metadata | {"metadata": json.dumps(inner)}
-
-
-# --- Timer server -----------------------------------------------------------------------------------------------------
-# Serves the workers' timers (torch.distributed.elastic.timer), if an environment variable asks for it.
-
-
-_INTERVAL_SECONDS = 0.1  # as in torch's agent
-
-
-def start_timers(run_id: str, log_event: Callable[[str, Any], None]) -> FileTimerServer | None:
-    """Start a round's timer server, which kills workers whose timers expire. Returns None if timers are not enabled.
-
-    Workers send timers to the server through a pipe; an environment variable contains the path of the pipe.
-    """
-    if os.environ.get(FILE_TIMER) != "1":
-        return None
-    path = str(Path(tempfile.gettempdir(), f"watchdog_timer_{uuid.uuid4()}"))
-    path = os.environ.setdefault(FILE_TIMER_PATH, path)
-    server = FileTimerServer(path, run_id, max_interval=_INTERVAL_SECONDS, daemon=True, log_event=log_event)
-    server.start()
-    return server
-
-
-# --- Agent ------------------------------------------------------------------------------------------------------------
-
 
 _CONNECTIONS = 2  # from each worker to the workers' store
 _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
@@ -199,9 +65,7 @@ class Agent:
         self._warm = warm
         self._inbox = inbox
         self._print_message = print_message
-        self._events = EventRecords(plan)
         self._store: TCPStore | None = None  # the workers' store of this round, if this node serves it
-        self._timers: FileTimerServer | None = None
         self._workers: Workers | None = None  # the workers of the latest round
         self._running = False
         self._latest_reported = -1  # the latest round that this node reported as failed or stopped
@@ -217,15 +81,21 @@ class Agent:
         finally:
             self._stop_workers()
             self._store = None
-        self._events.job_ended(self._outcome)
-        workers, folder = self._workers, self._attempt_folder
+        if self._workers is None:
+            return RunResult(self._outcome)
+        folder = self._workers.folder
         return RunResult(
             self._outcome,
-            self._shown(),
+            self._ranks_with_shown_trace(),
             "" if folder is None else str(folder.parent),
-            {} if workers is None else workers.hang_monitor.stacks,
-            "" if workers is None else workers.lost_output,
+            self._workers.hang_monitor.stacks,
+            self._workers.lost_output,
         )
+
+    @property
+    def _active(self) -> Workers | None:
+        """The workers of the latest round while they run."""
+        return self._workers if self._running else None
 
     def _act(self) -> None:
         item = self._inbox.take()
@@ -239,25 +109,29 @@ class Agent:
             self._outcome = item.outcome
         elif isinstance(item, Disconnected):
             self._outcome = Outcome(lost=item.why)
-            if self._workers is not None and self._running:
-                self._workers.stop_after_failure()  # without the other nodes, the workers cannot save
+            workers = self._active
+            if workers is not None:
+                workers.stop_after_failure()  # without the other nodes, the workers cannot save
                 self._stop_workers()
-                self._workers.record_end(self._outcome)
+                workers.record_end(self._outcome)
         elif isinstance(item, StopSignal):
             self._leave(item)
         elif isinstance(item, WorkerSignal):
-            if self._workers is not None and self._running:
-                self._workers.forward_signal(item.number)
+            if self._active is not None:
+                self._active.forward_signal(item.number)
         else:
             self._check_workers()
             self._sleep()
 
     def _sleep(self) -> None:
         """Wait until the inbox has an item, a worker ends, or the next check is due."""
-        timeouts, watched = [self._link.next_check if hasattr(os, "pidfd_open") else _POLL_SECONDS], []
-        if self._workers is not None and self._running:
-            timeouts.append(self._workers.timeout())
-            watched = self._workers.watched()
+        timeouts = [self._link.next_check]
+        watched = []
+        if not hasattr(os, "pidfd_open"):
+            timeouts.append(_POLL_SECONDS)
+        if self._active is not None:
+            timeouts.append(self._active.timeout())
+            watched = self._active.watched()
         self._inbox.wait(min((seconds for seconds in timeouts if seconds is not None), default=None), watched)
         self._link.check()
 
@@ -268,11 +142,11 @@ class Agent:
             self._print_reason(order.why)
         assignment = order.assignment
         self._store = self._start_store(assignment)
-        folder = self._attempt_folder
-        if folder is not None and folder.name == f"attempt_{assignment.restarts}":
-            # This round has the same restart count as the previous one, whose logs torch would delete.
-            folder.rename(f"{folder}.round_{assignment.round - 1}")
-        self._timers = start_timers(self._plan.rendezvous.run_id, self._events.timer)
+        if self._workers is not None and self._workers.folder is not None:
+            folder = self._workers.folder
+            if folder.name == f"attempt_{assignment.restarts}":
+                # This round has the same restart count as the previous one, whose logs torch would delete.
+                folder.rename(f"{folder}.round_{assignment.round - 1}")
         self._workers = Workers(
             self._plan,
             assignment,
@@ -284,14 +158,15 @@ class Agent:
         )
         self._workers.start()
         self._running = True
-        self._events.round_began(self._workers)
 
     def _start_store(self, assignment: RankAssignment) -> TCPStore | None:
         """Start the workers' store of this round, if this node has to serve one.
 
         Each round gets a new store, because the old store contains stale addresses.
         """
-        listening = self._link.take_listening() if assignment.group_rank == 0 else None
+        if assignment.group_rank != 0:
+            return None
+        listening = self._link.take_listening()
         if listening is None:
             return None
         if not self._plan.agent_serves_store:
@@ -306,30 +181,25 @@ class Agent:
             master_listen_fd=listening.detach(),
         )
 
-    @property
-    def _attempt_folder(self) -> Path | None:
-        """The log folder of this node's latest workers, or None if there are no logs."""
-        files = self._workers.error_files.values() if self._workers is not None else ()
-        return next((Path(file).parents[1] for file in files if file != os.devnull), None)
-
     def _print_reason(self, why: str) -> None:
         """Print, before a restart, the traceback of this node's first failure, and then the reason for the restart."""
         causes = [failure for failure in self._latest if not failure.terminated and not failure.secondary]
-        if causes and causes[0].rank not in self._shown() and causes[0].trace:
+        if causes and causes[0].rank not in self._ranks_with_shown_trace() and causes[0].trace:
             lines = [causes[0].trace, *causes[0].others]
             self._print_message(f"rank {causes[0].rank} failed:\n" + "\n  ".join(lines))
         self._latest = ()
         self._print_message(why)
 
     def _check_workers(self) -> None:
-        if self._workers is None or not self._running or not self._workers.poll():
+        workers = self._active
+        if workers is None or not workers.poll():
             return
         self._stop_workers()
-        if self._workers.failures:
+        if workers.failures:
             self._report_stopped(State.FAILED)
         else:
-            self._workers.record_end(Outcome())
-            self._report(State.DONE, ended_well=self._workers.ended_well())
+            workers.record_end(Outcome())
+            self._report(State.DONE, ended_well=workers.ended_well())
 
     def _on_stop(self, order: Stop) -> None:
         if order.round == self._round != self._latest_reported:
@@ -339,10 +209,7 @@ class Agent:
             self._report_stopped(State.STOPPED)
 
     def _stop_workers(self) -> None:
-        """Stop the timer server, and the workers if they are still running."""
-        if self._timers is not None:
-            self._timers.stop()
-            self._timers = None
+        """Stop the workers if they are still running."""
         if self._workers is not None:
             self._workers.stop()
         self._running = False
@@ -351,13 +218,11 @@ class Agent:
         """Close the round's store, and report that all workers of the round on this node have ended."""
         assert self._workers is not None
         workers = self._workers
-        self._latest, self._store, self._latest_reported = workers.failures, None, self._round
+        self._latest = workers.failures
+        self._latest_reported = self._round
+        self._store = None
         workers.record_end(Outcome(self._latest, restarts=workers.assignment.restarts))
-        heartbeats = map(read_heartbeat, workers.error_files.values())
-        ranges = [(beat.began, beat.step) for beat in heartbeats if beat.began is not None and beat.step is not None]
-        steps = combined_steps([Steps(began, reached) for began, reached in ranges])
-        self._report(state, self._latest, ended_well=workers.ended_well(), steps=steps)
-        self._events.wait_begins()
+        self._report(state, self._latest, ended_well=workers.ended_well(), steps=workers.steps())
 
     def _leave(self, item: StopSignal) -> None:
         """Leave the job after a stop signal.
@@ -365,14 +230,14 @@ class Agent:
         The workers get the same signal, so that they can save a checkpoint.
         """
         self._report(State.LEFT, signal=item.number)
-        failures: tuple[Failure, ...] = ()
-        if self._workers is not None:
-            if self._running:
-                self._workers.stop(item.number)
-            # The workers may have saved earlier, when another node left.
-            failures = self._workers.failures if self._workers.saved() else ()
-        self._outcome = Outcome(failures, stopped_by=item.number)
-        if self._workers is not None and self._round != self._latest_reported:
+        self._outcome = Outcome(stopped_by=item.number)
+        if self._workers is None:
+            return
+        if self._running:
+            self._workers.stop(item.number)
+        if self._workers.saved():  # perhaps earlier, when another node left
+            self._outcome = Outcome(self._workers.failures, stopped_by=item.number)
+        if self._round != self._latest_reported:
             self._workers.record_end(self._outcome)
 
     # Results ----------------------------------------------------------------------------------------------------------
@@ -384,17 +249,17 @@ class Agent:
     def _report(self, state: State, failures: tuple[Failure, ...] = (), **more: Any) -> None:
         self._link.report(Report(self._link.number, self._round, state, failures, **more))
 
-    def _shown(self) -> frozenset[int]:
+    def _ranks_with_shown_trace(self) -> frozenset[int]:
         """The ranks on this node whose tracebacks are already on the console."""
         if self._workers is None:
             return frozenset()
         final_output = self._workers.final_output
-        latest = [failure for failure in self._latest if not failure.hung]  # a hung worker has not printed its stack
-        return frozenset(failure.rank for failure in latest if final_output(failure.local_rank).shown)
+        return frozenset(
+            failure.rank
+            for failure in self._latest
+            if not failure.hung and final_output(failure.local_rank).shown  # a hung worker has not printed its stack
+        )
 
     def recorded_failures(self) -> tuple[ProcessFailure, ...]:
         """This node's failures; empty if the script has written no error file, as it does with torch's @record."""
-        failures = () if self._workers is None else self._workers.process_failures()
-        contents = (read_error_file(failure.error_file) for failure in failures)
-        written = any(content is not None and NOTE_MARK not in content[1] for content in contents)
-        return failures if written else ()
+        return () if self._workers is None else self._workers.recorded_failures()

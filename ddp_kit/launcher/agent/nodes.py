@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -37,11 +37,11 @@ from ddp_kit.launcher.job import (
     Report,
     StartRound,
     State,
-    Steps,
     Stop,
 )
 from ddp_kit.launcher.rendezvous import Rendezvous, holder
-from ddp_kit.launcher.verdict import Failure, Outcome
+from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.wire import from_json, to_json
 
 # --- Single node ------------------------------------------------------------------------------------------------------
 # The state machine runs in this process, which listens on loopback only.
@@ -51,7 +51,8 @@ class SingleNodeLink:
     """Link to a job of one node, with the same methods as `MultiNodeLink`."""
 
     def __init__(self, node: Node, limits: Limits, inbox: Inbox) -> None:
-        self._node, self.number = node, node.number
+        self._node = node
+        self.number = node.number
         self._inbox = inbox
         self._port = node.port
         self._listening: socket.socket | None = None
@@ -82,7 +83,8 @@ class SingleNodeLink:
 
     def take_listening(self) -> socket.socket | None:
         """Return the socket for the workers' store of the next round."""
-        listening, self._listening = self._listening, None
+        listening = self._listening
+        self._listening = None
         return listening
 
     def close(self) -> None:
@@ -115,7 +117,8 @@ class RunningClock:
     """
 
     def __init__(self, max_gap: float, read: Callable[[], float] = time.monotonic) -> None:
-        self._max_gap, self._read = max_gap, read
+        self._max_gap = max_gap
+        self._read = read
         self._lock = threading.Lock()
         self._latest = read()
         self._suspended = 0.0  # seconds in all suspensions
@@ -123,7 +126,8 @@ class RunningClock:
     def now(self) -> float:
         """Seconds from an arbitrary time, without suspensions."""
         with self._lock:
-            latest, self._latest = self._latest, self._read()
+            latest = self._latest
+            self._latest = self._read()
             if self._latest - latest > self._max_gap:
                 self._suspended += self._latest - latest
             return self._latest - self._suspended
@@ -148,7 +152,8 @@ class Coordinator:
 
     def __init__(self, store: Any, limits: Limits, beat_seconds: float) -> None:
         self._store = store
-        self._events, self._heartbeats = store.clone(), store.clone()  # one connection per thread
+        self._events = store.clone()  # one connection per thread
+        self._heartbeats = store.clone()
         self._beat_seconds = beat_seconds
         self._clock = RunningClock(limits.heartbeat_timeout / 2)  # `_watch` reads it six times as often
         self._job = Job(limits, self._clock.now())
@@ -193,11 +198,13 @@ class Coordinator:
     def _orders_after(self, event: dict[str, Any], now: float) -> list[Order]:
         if "bye" in event:
             self._informed.add(event["bye"])
-            early = not self._job.ended  # the node left before the job ended, because its launcher failed
-            return self._job.reported(Report(event["bye"], -1, State.LEFT), now) if early else []
+            if self._job.ended:
+                return []
+            # The node leaves before the end of the job, because its launcher failed.
+            return self._job.reported(Report(event["bye"], -1, State.LEFT), now)
         if "report" in event:
-            return self._job.reported(_read_report(event["report"]), now)
-        node = Node(**event["joined"])
+            return self._job.reported(from_json(Report, event["report"]), now)
+        node = from_json(Node, event["joined"])
         self._known = max(self._known, node.number + 1)
         if self._job.ended:
             self._latecomers.add(node.number)
@@ -207,7 +214,8 @@ class Coordinator:
         while not self._closed.wait(self._beat_seconds / 2):
             with self._lock:
                 alive = self._job.alive
-            beats = self._heartbeats.multi_get([BEAT.format(node=number) for number in alive]) if alive else []
+            keys = [BEAT.format(node=number) for number in alive]
+            beats = self._heartbeats.multi_get(keys) if keys else []
             now = self._clock.now()
             with self._lock:
                 for number, beat in zip(alive, beats, strict=True):
@@ -222,37 +230,26 @@ class Coordinator:
             if isinstance(order, StartRound):
                 number = next(iter(order.assignments.values())).round
                 keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
-                self._store.multi_set(keys, [json.dumps(self._assigned(order, node)) for node in range(self._known)])
+                self._store.multi_set(keys, [to_json(self._assigned(order, node)) for node in range(self._known)])
                 self._write({"start": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "may_save": order.may_save})
             elif isinstance(order, Dismiss):
-                self._write({"dismiss": order.node, "outcome": asdict(order.outcome)})
+                self._write({"dismiss": order.node, "outcome": order.outcome})
             elif isinstance(order, Pause):
                 self._write({"pause": order.why})
             elif isinstance(order, End):
                 lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
-                self._write({"end": asdict(order.outcome), "lost": lost})
+                self._write({"end": order.outcome, "lost": lost})
 
     def _assigned(self, order: StartRound, node: int) -> Any:
         if node in order.assignments:
-            return asdict(order.assignments[node])
+            return order.assignments[node]
         return None if node in self._job.alive else LOST
 
     def _write(self, order: dict[str, Any]) -> None:
-        self._store.set(ORDER.format(number=self._orders), json.dumps(order))
+        self._store.set(ORDER.format(number=self._orders), to_json(order))
         self._orders = self._store.add(ORDERS, 1)
-
-
-def _read_report(fields: dict[str, Any]) -> Report:
-    steps = Steps(**fields["steps"]) if fields["steps"] else None
-    return Report(**{**_read(fields), "state": State[fields["state"]], "steps": steps})
-
-
-def _read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values of a JSON object back to tuples and `Failure` objects."""
-    failures = tuple(Failure(**{**failure, "others": tuple(failure["others"])}) for failure in fields["failures"])
-    return {**fields, "failures": failures, "ended_well": tuple(fields["ended_well"])}
 
 
 # --- Link to a multi-node job -----------------------------------------------------------------------------------------
@@ -297,8 +294,13 @@ class MultiNodeLink:
 
         Raises `LaunchError` if the endpoint cannot be opened or reached, and `StoppedError` if a stop signal arrives.
         """
-        self._limits, self._inbox, self._print_message = rendezvous.limits, inbox, print_message
-        self._host, self._port, self._place = rendezvous.host, rendezvous.port or 0, rendezvous.place
+        self._limits = rendezvous.limits
+        self._inbox = inbox
+        self._print_message = print_message
+        self._host = rendezvous.host
+        self._port = rendezvous.port or 0
+        self._endpoint = f"{self._host}:{self._port}"
+        self._place = rendezvous.place
         self._commands = commands
         self._reminder = Reminder(time.monotonic(), at_once=commands.lack_endpoint)
         self._has_started = False  # whether any round has begun
@@ -313,7 +315,7 @@ class MultiNodeLink:
             self._node = self._wait_for(lambda: self._register(node, rendezvous))
         except (DistError, OSError) as error:
             raise LaunchError(
-                f"lost the connection to the rendezvous at {self._host}:{self._port} while joining the job: {error}",
+                f"lost the connection to the rendezvous at {self._endpoint} while joining the job: {error}",
                 "start this node again once the host is running",
             ) from None
         self.number = self._node.number
@@ -345,7 +347,8 @@ class MultiNodeLink:
         try:
             while not result.done():
                 self._inbox.wait(_RETRY_SECONDS)
-                stopped, now = self._inbox.take_signal(), time.monotonic()
+                stopped = self._inbox.take_signal()
+                now = time.monotonic()
                 if stopped is not None:
                     raise StoppedError(stopped.number)
                 if now - started > self._limits.join_timeout and not result.done():
@@ -357,27 +360,27 @@ class MultiNodeLink:
         return result.result()
 
     def _waiting_to_enter(self) -> str:
-        endpoint, obstacle = f"{self._host}:{self._port}", self._obstacle
+        obstacle = self._obstacle
         if obstacle is None:
-            return waiting_for_answer(f"{endpoint}{self._holder()}", self._limits)
+            return waiting_for_answer(f"{self._endpoint}{self._holder()}", self._limits)
         why = obstacle.strerror or str(obstacle)
         if self._place is not None and isinstance(obstacle, socket.gaierror):
             return waiting_for_name(self._host, why, self._limits, self._place)
-        return waiting_for_host(endpoint, why, self._commands, self._place)
+        return waiting_for_host(self._endpoint, why, self._commands, self._place)
 
     def _no_answer(self, waited: float) -> LaunchError:
-        endpoint, obstacle = f"{self._host}:{self._port}", self._obstacle
+        obstacle = self._obstacle
         if obstacle is None:
             return LaunchError(
-                f"the process that listens at {endpoint} has accepted the connection, but has not answered within "
-                f"{waited:.0f} s{self._holder()}",
+                f"the process that listens at {self._endpoint} has accepted the connection, but has not answered "
+                f"within {waited:.0f} s{self._holder()}",
                 "if it is the launcher of this job, check whether it is suspended; if not, set another port: "
                 "--rdzv-endpoint HOST:PORT or --master-port PORT",
             )
         if isinstance(obstacle, socket.gaierror):
             return unresolved(self._host, obstacle)
         return LaunchError(
-            f"no process answers at {endpoint} after {waited:.0f} s: {obstacle.strerror or obstacle}",
+            f"no process answers at {self._endpoint} after {waited:.0f} s: {obstacle.strerror or obstacle}",
             "start ddpkit on the host of the rendezvous, and check that this node can reach that port",
         )
 
@@ -390,10 +393,13 @@ class MultiNodeLink:
         if self._coordinator is None and address == self._host:  # not set by --local-addr
             with socket.create_connection((self._host, self._port), timeout=_HANDSHAKE.total_seconds()) as probe:
                 address = probe.getsockname()[0]
-            address = "127.0.0.1" if is_loopback(address) else address
-        serves_control = self._coordinator is not None and node.rank is not None
-        self._listening = None if serves_control else listen(address, 0)
-        port = self._port if self._listening is None else self._listening.getsockname()[1]
+            if is_loopback(address):
+                address = "127.0.0.1"
+        self._listening = None
+        port = self._port
+        if self._coordinator is None or node.rank is None:  # otherwise, the workers use the rendezvous store
+            self._listening = listen(address, 0)
+            port = self._listening.getsockname()[1]
         if self._coordinator is not None:
             self._coordinator.start()
             self._store.set(_JOB, rendezvous.run_id)  # other nodes wait for this key, so that the host gets number 0
@@ -412,15 +418,14 @@ class MultiNodeLink:
                 if is_host:
                     raise  # no other node can host the rendezvous
         store: Any = self._reach()
-        try:
+        taken = "does not belong to a ddpkit job"
+        job = ""
+        with suppress(DistError):
             job = store.get(_JOB).decode()
-        except DistError:
-            job = ""
+            taken = f"belongs to job {job!r}"
         if job != run_id:
-            taken = f"belongs to job {job!r}" if job else "does not belong to a ddpkit job"
             raise LaunchError(
-                f"the rendezvous at {self._host}:{self._port} {taken}, but this node's job is {run_id!r}"
-                f"{self._holder()}",
+                f"the rendezvous at {self._endpoint} {taken}, but this node's job is {run_id!r}{self._holder()}",
                 "use the same --nnodes and --rdzv-id on all nodes of a job, and a different port for each job",
             )
         store.set_timeout(_NO_TIMEOUT)
@@ -456,12 +461,14 @@ class MultiNodeLink:
             return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_HANDSHAKE)
         except (DistError, RuntimeError, ValueError):
             raise LaunchError(
-                f"the process that listens at {self._host}:{self._port} is not a rendezvous{self._holder()}",
+                f"the process that listens at {self._endpoint} is not a rendezvous{self._holder()}",
                 "end that process, or set another port: --rdzv-endpoint HOST:PORT or --master-port PORT",
             ) from None
 
     def _holder(self) -> str:
-        return f"; the port is used{who}" if is_local(self._host) and (who := holder(self._port)) else ""
+        """Text that names the process which uses the port on this machine; empty if there is none."""
+        who = is_local(self._host) and holder(self._port)
+        return f"; the port is used{who}" if who else ""
 
     # Methods for the agent --------------------------------------------------------------------------------------------
 
@@ -475,11 +482,12 @@ class MultiNodeLink:
             self._listening = listen(self._node.address, 0)
         port = self._listening.getsockname()[1]
         report = replace(report, port=port)
-        self._outgoing.put({"report": asdict(report) | {"state": report.state.name}})
+        self._outgoing.put({"report": report})
 
     def take_listening(self) -> socket.socket | None:
         """Return the socket for the workers' store of the next round; None: the workers use the rendezvous store."""
-        listening, self._listening = self._listening, None
+        listening = self._listening
+        self._listening = None
         return listening
 
     def check(self) -> None:
@@ -488,9 +496,10 @@ class MultiNodeLink:
         If the host no longer answers, put `Disconnected` into the inbox.
         """
         if not self._has_started and not self._is_over and self._reminder.due(time.monotonic()):
-            message = f"joined the job at {self._host}:{self._port}; waiting for the other nodes"
+            message = f"joined the job at {self._endpoint}; waiting for the other nodes"
             if self._coordinator is not None:
-                joined, endpoint = self._coordinator.nodes_joined, (self._host, self._port)
+                joined = self._coordinator.nodes_joined
+                endpoint = (self._host, self._port)
                 message = waiting_for_nodes(joined, self._limits, endpoint, self._commands, self._place)
             self._print_message(message)
         if not self._is_over and self._clock.now() - self._last_contact > self._limits.heartbeat_timeout:
@@ -526,14 +535,14 @@ class MultiNodeLink:
     def _disconnect(self) -> None:
         if not self._is_over:
             self._is_over = True
-            why = f"the host of the rendezvous, {self._host}:{self._port}, has ended or cannot be reached"
+            why = f"the host of the rendezvous, {self._endpoint}, has ended or cannot be reached"
             self._inbox.put(Disconnected(why))
 
     def _send(self) -> None:
         beat = BEAT.format(node=self.number)
         self._store.add(beat, 1)
         first_order = self._store.add(ORDERS, 0)
-        self._store.queue_push(EVENTS, json.dumps({"joined": asdict(self._node)}))
+        self._store.queue_push(EVENTS, to_json({"joined": self._node}))
         listener = threading.Thread(
             target=self._run, args=[lambda: self._listen(first_order)], name="ddpkit-listen", daemon=True
         )
@@ -547,7 +556,7 @@ class MultiNodeLink:
                 continue
             if event is None:
                 return
-            self._store.queue_push(EVENTS, json.dumps(event))
+            self._store.queue_push(EVENTS, to_json(event))
 
     def _listen(self, number: int) -> None:
         while True:
@@ -556,13 +565,15 @@ class MultiNodeLink:
             self._has_started = self._has_started or "start" in order
             if "end" in order:
                 self._is_over = True
-                removed = self.number in order["lost"]
-                self._inbox.put(Disconnected(_REMOVED) if removed else End(Outcome(**_read(order["end"]))))
+                if self.number in order["lost"]:
+                    self._inbox.put(Disconnected(_REMOVED))
+                else:
+                    self._inbox.put(End(from_json(Outcome, order["end"])))
                 return
             if "dismiss" in order:
                 if order["dismiss"] == self.number:
                     self._is_over = True
-                    self._inbox.put(End(Outcome(**_read(order["outcome"]))))
+                    self._inbox.put(End(from_json(Outcome, order["outcome"])))
                     return
             elif "stop" in order:
                 self._inbox.put(Stop(order["stop"], order["may_save"]))
@@ -575,4 +586,4 @@ class MultiNodeLink:
                     self._inbox.put(Disconnected(_REMOVED))
                     return
                 if assignment is not None:
-                    self._inbox.put(StartWorkers(RankAssignment(**assignment), order["why"]))
+                    self._inbox.put(StartWorkers(from_json(RankAssignment, assignment), order["why"]))

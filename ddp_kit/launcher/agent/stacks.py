@@ -28,6 +28,7 @@ _MAX_CALLED = 3  # library frames shown below the user's innermost frame
 _PACKAGE = Path(__file__).parents[2]
 _LIBRARY_PATHS = ("site-packages/", "dist-packages/", str(_PACKAGE), sysconfig.get_path("stdlib"), "<")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_BACKWARD = "_engine_run_backward"
 _LOADER = "torch/utils/data/dataloader.py"
 _DATASET_FETCH = "torch/utils/data/_utils/fetch.py"
 _WAITS = re.compile(r"c10d::(Work|\w+Work|Reducer|ProcessGroup\w*|Logger)\b|gloo::|ncclGroupEnd")
@@ -81,9 +82,9 @@ class Stack:
     @property
     def location(self) -> str:
         """The location of the innermost frame of user code, or else of the innermost Python frame; empty: no frame."""
-        user_frame = next((frame for frame in self.frames if frame.is_user_code), None)
-        frame = user_frame or next(iter(self.python), None)
-        return "" if frame is None else frame.where
+        own = [frame for frame in self.frames if frame.is_user_code]
+        frames = own or self.python
+        return frames[0].where if frames else ""
 
     @property
     def waits_for_ranks(self) -> str:
@@ -94,14 +95,16 @@ class Stack:
             if frame.is_user_code:
                 break
         native = [frame.name for frame in self.frames if frame.native]
-        if not native and self.python and self.python[0].name == "_engine_run_backward":
+        names = [frame.name for frame in self.python]
+        if not native and names[:1] == [_BACKWARD]:
             return "the backward pass, which may be waiting for other ranks"
         if any(map(_STORE.search, native)):
             return "a store operation that waits for another rank"
         if any(map(_WAITS.search, native)):
-            in_backward = any(frame.name == "_engine_run_backward" for frame in self.python)
-            return "the gradient all-reduce" if in_backward else "a collective"
-        return "a CUDA call that waits for the device" if any(map(_DEVICE.search, native)) else ""
+            return "the gradient all-reduce" if _BACKWARD in names else "a collective"
+        if any(map(_DEVICE.search, native)):
+            return "a CUDA call that waits for the device"
+        return ""
 
     @property
     def waits_for_data(self) -> bool:
@@ -114,10 +117,11 @@ class Stack:
         `phase`: the phase of training according to the heartbeat of the process.
         """
         what = self.waits_for_ranks
-        if not what:
-            what = "data" if self.waits_for_data and phase.in_user_code else phase.description
-        location = self.loader.location if self.loader is not None else self.location
-        return f"in {what} ({location})" if location else f"in {what}"
+        if not what and self.waits_for_data and phase.in_user_code:
+            what = "data"
+        doing = f"in {what or phase.description}"
+        location = (self.loader or self).location
+        return f"{doing} ({location})" if location else doing
 
     def as_trace(self) -> str:
         """The Python frames in the form of a traceback.
@@ -137,7 +141,8 @@ class Stack:
                 lines.append(f"  ... {left_out} library frames")
             left_out = 0
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.name}')
-            if source := linecache.getline(frame.file, frame.line).strip():
+            source = linecache.getline(frame.file, frame.line).strip()
+            if source:
                 lines.append(f"    {source}")
         return "\n".join(lines[-2 * _MAX_FRAMES :])
 
@@ -239,24 +244,28 @@ def _with_loader_worker(spy: str, stack: Stack, interrupted: Callable[[], bool])
         children += map(int, Path(f"/proc/{stack.pid}/task/{stack.pid}/children").read_text().split())
     seen = _dumps(spy, children, [], _TIMEOUT_SECONDS, interrupted)
     workers = [_stack(pid, seen.get(pid)) for pid in children]
-    busy = [worker for worker in workers if any(frame.file.endswith(_DATASET_FETCH) for frame in worker.frames)]
     others = "".join(f"\n{worker.text}" for worker in workers if worker.text)
-    stuck = next((worker for worker in [*busy, *workers] if worker in busy or worker.stopped), None)
-    return replace(stack, text=stack.text + others, loader=stuck)
+    busy = [worker for worker in workers if any(frame.file.endswith(_DATASET_FETCH) for frame in worker.frames)]
+    stuck = [*busy, *(worker for worker in workers if worker.stopped)]
+    return replace(stack, text=stack.text + others, loader=stuck[0] if stuck else None)
 
 
 def _dumps(
     spy: str, pids: Collection[int], flags: list[str], seconds: float, interrupted: Callable[[], bool]
 ) -> dict[int, list[dict[str, Any]]]:
     """Run py-spy on all processes in parallel; return the output for each process that py-spy could read in time."""
-    pipe, nothing, started = subprocess.PIPE, subprocess.DEVNULL, {}
+    started = {}
     stopped = {pid for pid in pids if is_stopped(pid)}
     for pid in pids:
-        # py-spy need not pause a process that is already stopped.
-        command = [spy, "dump", "--json", *flags, *(["--nonblocking"] if pid in stopped else []), "--pid", str(pid)]
+        command = [spy, "dump", "--json", *flags, "--pid", str(pid)]
+        if pid in stopped:  # py-spy need not pause it
+            command.append("--nonblocking")
         with suppress(OSError):
-            started[pid] = subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=nothing)
-    deadline, dumps = time.monotonic() + seconds, {}
+            started[pid] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+    deadline = time.monotonic() + seconds
+    dumps = {}
     for pid, process in started.items():
         text = _output_of(process, deadline, interrupted)
         with suppress(ValueError):

@@ -18,7 +18,6 @@ from typing import Any
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
-from torch.distributed.launcher.api import LaunchConfig
 from torch.numa import binding
 
 from ddp_kit.env import OUTPUT_LOG
@@ -48,16 +47,6 @@ def local_world_size(nproc_per_node: str) -> int:
     Raises `ValueError` if torch does not know the word, or if this machine has no such device.
     """
     return int(run.determine_local_world_size(nproc_per_node))
-
-
-def launch_config(settings: argparse.Namespace) -> LaunchConfig:
-    """torchrun's own `LaunchConfig` for these settings. Invalid settings raise different types of exceptions.
-
-    Settings that only a torch newer than ddpkit knows have their defaults.
-    """
-    complete = argparse.Namespace(**{**torchrun_defaults(), **vars(settings)})
-    config: LaunchConfig = run.config_from_args(complete)[0]
-    return config
 
 
 def numa_cpus(local_rank: int, numa_binding: str) -> set[int]:
@@ -173,8 +162,12 @@ def streams(logs: Logs, role: str, dest: LogsDest, ranks: Mapping[int, int]) -> 
     for local_rank, rank in ranks.items():
         macros = {"role_name": role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
         template = logs.log_line_prefix_template
-        label = None if template is None else Template(template).safe_substitute(macros)
-        copy = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG)) if logs.copy_console else ""
+        label = None
+        if template is not None:
+            label = Template(template).safe_substitute(macros)
+        copy = ""
+        if logs.copy_console:
+            copy = str(Path(dest.error_files[local_rank]).with_name(OUTPUT_LOG))
         torch_label = f"[{role}{local_rank}]:"
         out = _route(local_rank, dest.stdouts, dest.tee_stdouts, label, torch_label, copy)
         err = _route(local_rank, dest.stderrs, dest.tee_stderrs, label, torch_label, copy)

@@ -5,6 +5,7 @@ import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ddp_kit.clusters.request import JobPlace
 from ddp_kit.launcher.agent.sockets import is_loopback
@@ -23,8 +24,11 @@ class Reminder:
     """
 
     def __init__(self, now: float, at_once: bool = False) -> None:
-        self._interval = _FIRST_SECONDS / _FACTOR if at_once else _FIRST_SECONDS
-        self._next = now if at_once else now + self._interval
+        self._interval = _FIRST_SECONDS
+        self._next = now + self._interval
+        if at_once:
+            self._interval /= _FACTOR
+            self._next = now
 
     def due(self, now: float) -> bool:
         """Whether a message is due now; true at most once per interval."""
@@ -59,21 +63,22 @@ class Commands:
 
     def command_for_host(self) -> str:
         """The command for the node that hosts the rendezvous."""
-        return self._command(0, "1")
+        return self._command("0", "1")
 
     def command_for_other_nodes(self) -> str:
         """The command for another node."""
-        return self._command(1 if self.nodes == 2 else None, "0")
+        return self._command("1" if self.nodes == 2 else "N", "0")
 
-    def _command(self, node_rank: int | None, is_host: str) -> str:
-        changed = _STATIC_SETTINGS if self.static else ()
-        typed = [word for name, words in self.flags.items() if name not in changed for word in words]
+    def _command(self, node_rank: str, is_host: str) -> str:
+        changed = _STATIC_SETTINGS if self.static else set[str]()
+        typed = chain.from_iterable(words for name, words in self.flags.items() if name not in changed)
         flags = [re.sub(r"\bis_host=\w+", f"is_host={is_host}", word) for word in typed]
         if self.static:
-            flags += ["--node-rank", "N" if node_rank is None else str(node_rank)]
+            flags += ["--node-rank", node_rank]
         if self.master is not None:
             host, port = self.master
-            host = socket.gethostname() if is_loopback(host) else host
+            if is_loopback(host):
+                host = socket.gethostname()
             flags += ["--master-addr", host, "--master-port", str(port)]
         return shlex.join(["ddpkit", "launch", *flags]) + f" {self.script}"
 
@@ -113,7 +118,8 @@ def waiting_for_nodes(
 
     `here`: the number of nodes that have joined, including the host.
     """
-    joined = f"{here} of {limits.min_nodes} nodes {'has' if here == 1 else 'have'} joined"
+    verb = "has" if here == 1 else "have"
+    joined = f"{here} of {limits.min_nodes} nodes {verb} joined"
     if here >= limits.min_nodes:
         return f"{joined}, which is enough; waiting up to {limits.last_call_timeout:g} s for more (last_call_timeout)"
     waiting = f"{joined}; waiting up to {limits.join_timeout:g} s at {endpoint[0]}:{endpoint[1]}"

@@ -18,7 +18,6 @@ from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
-    ClosedError,
     Ended,
     FolderMade,
     Import,
@@ -30,6 +29,7 @@ from ddp_kit.launcher.warm.messages import (
     Start,
     Started,
 )
+from ddp_kit.launcher.wire import ClosedError
 
 _CODE = child_code(
     "from ddp_kit.launcher.warm import server",
@@ -44,6 +44,7 @@ _CLOSE_SECONDS = 15.0  # the time that the server has to clean up; it waits for 
 # checks in a row, and the second check is not late. If it is late, the whole job, including the launcher, was
 # suspended, and the server may be about to continue.
 _CHECK_SECONDS = 5.0
+_FULL_SECONDS = 1.0  # between two checks while the server does not read
 _LATE_SECONDS = 1.0
 
 
@@ -66,14 +67,17 @@ class WarmServer:
         message if a signal stops the server. `forked`: a server that was forked from this process, and this process's
         end of the channel.
         """
-        self._argv, self._env, self._forks = argv, env, forks
+        self._argv = argv
+        self._env = env
+        self._forks = forks
         adopt_orphans()  # if the server is killed, its children become children of this process
         self._folder: str | None = None  # the answer to `MakeFolder`
+        self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked is None:
             self._open()
         else:
-            self._process: subprocess.Popen[bytes] | ForkedProcess = forked[0]
-            self._channel = Channel(forked[1])
+            self._process, ours = forked
+            self._connect(ours)
         self._workers: dict[int, Process] = {}
         self._count = 0
         self._import: Import | None = None  # the request that has not been answered yet
@@ -98,6 +102,10 @@ class WarmServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self._connect(ours)
+
+    def _connect(self, ours: socket.socket) -> None:
+        ours.settimeout(_FULL_SECONDS)
         self._channel = Channel(ours)
 
     @property
@@ -120,7 +128,8 @@ class WarmServer:
         `on_unfit`: a function that is called with a package that cannot be imported this way, and the reason.
         """
         if not self.gone:
-            self._import, self._on_unfit = request, on_unfit
+            self._import = request
+            self._on_unfit = on_unfit
             self._send(request)
 
     def keep(self, request: Keep) -> None:
@@ -170,28 +179,29 @@ class WarmServer:
         self._folder = None
         self._send(MakeFolder(tempfile.gettempdir(), prefix))
         while self._folder is None and not self.gone:
-            self.pump(None)
+            self.pump(_CHECK_SECONDS)
         return self._folder or ""
 
-    def pump(self, timeout: float | None = 0) -> None:
+    def pump(self, timeout: float = 0) -> None:
         """Process the server's messages. If there are none, wait up to `timeout` seconds (at most 5 s) for one."""
         self._check_if_stopped()
-        timeout = _CHECK_SECONDS if timeout is None else min(timeout, _CHECK_SECONDS)
-        if self.gone or not select.select([self._channel], [], [], timeout)[0]:
+        if self.gone or not select.select([self._channel], [], [], min(timeout, _CHECK_SECONDS))[0]:
             return
         try:
             for message in self._channel.receive():
-                if isinstance(message, Started):
-                    worker = self._workers[message.number]
-                    worker.pid, worker.cold, worker.error = message.pid, message.cold, message.error
-                    worker.answered = self._has_started = True
-                elif isinstance(message, ImportDone):
-                    self._end_import(message)
-                elif isinstance(message, FolderMade):
-                    self._folder = message.path
-                elif isinstance(message, Ended):
-                    worker = self._workers.pop(message.number)
-                    worker.returncode, worker.ended_at = message.returncode, time.monotonic()
+                match message:
+                    case Started():
+                        worker = self._workers[message.number]
+                        worker.pid = message.pid
+                        worker.cold = message.cold
+                        worker.error = message.error
+                        worker.answered = self._has_started = True
+                    case ImportDone():
+                        self._end_import(message)
+                    case FolderMade(path):
+                        self._folder = path
+                    case Ended(number, returncode):
+                        self._workers.pop(number).end(returncode)
         except ClosedError:
             self._lose()
 
@@ -205,7 +215,9 @@ class WarmServer:
             return
         now = time.monotonic()
         is_late = now > self._last_check + _CHECK_SECONDS + _LATE_SECONDS
-        was_stopped, self._was_stopped, self._last_check = self._was_stopped, is_stopped(self.pid), now
+        was_stopped = self._was_stopped
+        self._was_stopped = is_stopped(self.pid)
+        self._last_check = now
         if is_late or not (was_stopped and self._was_stopped):
             return
         self._was_stopped = False
@@ -241,11 +253,13 @@ class WarmServer:
             self._lose()
 
     def _end_import(self, done: ImportDone) -> None:
-        request, self._import = self._import, None
-        if done.unfit and request is not None:
+        request = self._import
+        assert request is not None
+        self._import = None
+        if done.unfit:
             self._on_unfit(done.unfit, done.reason)
             self._reopen(replace(request, unfit=(*request.unfit, done.unfit)))
-        elif done.again and request is not None:
+        elif done.again:
             self._reopen(request)
 
     def _reopen(self, request: Import) -> None:
@@ -259,7 +273,8 @@ class WarmServer:
 
     def _lose(self) -> None:
         """Handle the death of the server and all workers. Their child processes are now children of this process."""
-        request, self._import = self._import, None
+        request = self._import
+        self._import = None
         if request is not None and request.packages != ():  # an import may have crashed: the workers will show it
             self._reopen(replace(request, packages=()))
             return
@@ -267,8 +282,8 @@ class WarmServer:
         self._process.wait()
         _end_leftovers()
         for worker in self._workers.values():
-            worker.answered, worker.lost = True, True
-            worker.returncode, worker.ended_at = -signal.SIGKILL, time.monotonic()
+            worker.answered = worker.lost = True
+            worker.end(-signal.SIGKILL)
         self._workers.clear()
 
 
@@ -285,8 +300,7 @@ class ForkedProcess:
 
     def wait(self) -> int:
         """Wait for the child, and return its exit code."""
-        code = self._reap(0)
-        return 0 if code is None else code
+        return self._reap(0) or 0
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the child has ended."""
@@ -304,7 +318,8 @@ class ForkedProcess:
             except ChildProcessError:  # `_reap` has waited for it
                 self._returncode = 0
             else:
-                self._returncode = os.waitstatus_to_exitcode(status) if pid else None
+                if pid:
+                    self._returncode = os.waitstatus_to_exitcode(status)
         return self._returncode
 
 
@@ -326,6 +341,11 @@ class Process:
         self.returncode: int | None = None
         self.ended_at = 0.0
         """The time of the monotonic clock at which this process noticed that the worker had ended."""
+
+    def end(self, returncode: int) -> None:
+        """Note that the worker has ended."""
+        self.returncode = returncode
+        self.ended_at = time.monotonic()
 
     def poll(self) -> int | None:
         """Return the exit code (-N if signal N killed the worker), or None if the server has not reported it yet.

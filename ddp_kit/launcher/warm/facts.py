@@ -1,4 +1,4 @@
-"""What a process inherits from the one that starts it: see fork(2), execve(2), capabilities(7) and proc(5).
+"""Facts that a process inherits from the one that starts it: see fork(2), execve(2), capabilities(7) and proc(5).
 
 A launch is forked from the kept process only if all of it is equal in the kept process and in the process of the
 command. Some of it a process could not change later, some of it a launch with fewer rights must not get back.
@@ -83,13 +83,14 @@ def _scheduling(pid: int) -> list[Any]:
 def _io_priority(pid: int) -> int:
     """The I/O priority; without one, the system's choice, which depends on the priority (ioprio_set(2))."""
     value = _system_call("ioprio_get", 1, pid)
-    return value if value > 0 and value >> 13 else (2 << 13) + (os.getpriority(os.PRIO_PROCESS, pid) + 20) // 5
+    if value >> 13 > 0:
+        return value
+    return (2 << 13) + (os.getpriority(os.PRIO_PROCESS, pid) + 20) // 5
 
 
 def _system_call(name: str, *arguments: Any) -> int:
     """The result of a system call; -1 if it fails or its number is not known."""
-    number = _SYSTEM_CALLS.get(name)
-    return -1 if number is None else int(_LIBC.syscall(number, *arguments))
+    return int(_LIBC.syscall(_SYSTEM_CALLS.get(name, -1), *arguments))
 
 
 def _controls(*options: tuple[int, ...]) -> Read:
@@ -135,7 +136,7 @@ OF_ITSELF: dict[str, Read] = {
     "the merging of memory": _controls((68,)),  # PR_GET_MEMORY_MERGE
     "the session keyring": lambda _: _system_call("keyctl", 0, _SESSION_KEYRING, 0),  # KEYCTL_GET_KEYRING_ID
 }
-"""The same for facts that a process can read only of itself."""
+"""Facts that a process can read only of itself; the names and functions are as in `OF_ANY_PROCESS`."""
 
 
 def facts_of(pid: int) -> dict[str, Any]:

@@ -90,13 +90,12 @@ def left_out(request: Import, reasons: Mapping[str, str]) -> str:
     """
     if request.packages is None:
         wanted = [each.package for each in leading_imports(request.program)]
-        packages = [package for package in wanted if package in request.unfit or package not in IMPORTED_ONCE]
+        known: Collection[str] = IMPORTED_ONCE
     else:
-        wanted = [name.partition(".")[0] for name in request.packages]
-        packages = [package for package in wanted if package in request.unfit]
-    if not packages:
+        wanted = known = [name.partition(".")[0] for name in request.packages]
+    first = next((package for package in wanted if package in request.unfit or package not in known), None)
+    if first is None:
         return ""
-    first = packages[0]
     reason = reasons.get(first, f"{_UNKNOWN}; --preload {first} imports it once")
     return f"{first} ({reason})"
 
@@ -108,7 +107,9 @@ def is_installed(package: str, program: Program) -> bool:
 
 def _origin(package: str, program: Program | None) -> str:
     """The file or folder from which `package` would be imported; empty if there is none."""
-    folders = sys.path if program is None or sys.flags.safe_path else [str(program.folder), *sys.path]
+    folders = sys.path
+    if program is not None and not sys.flags.safe_path:
+        folders = [str(program.folder), *folders]
     spec = None
     with suppress(ImportError, ValueError):
         spec = PathFinder.find_spec(package, folders)
@@ -125,14 +126,14 @@ Fail = Callable[[str, str], NoReturn]
 
 @dataclass(frozen=True)
 class Imported:
-    """What the imports read, and what they did that each worker has to repeat."""
+    """Variables that the imports read, and effects of the imports that each worker has to repeat."""
 
     read: dict[str, str | None] = field(default_factory=dict)
     """The environment variables that they read, with their values; None: not set."""
     changed: dict[str, str | None] = field(default_factory=dict)
     """The environment variables that they set; None: deleted."""
-    output: tuple[bytes, bytes] = (b"", b"")
-    """What they wrote to stdout and stderr."""
+    output: tuple[bytes, ...] = (b"", b"")
+    """The content that they wrote to stdout and to stderr."""
     main: ModuleType = field(default_factory=lambda: ModuleType("__main__"))
     """The main module that they saw, in which each worker runs its script; with the warnings that they caused."""
     names: frozenset[str] = frozenset()
@@ -145,10 +146,9 @@ class Imported:
     def repeat(self) -> None:
         """Repeat in a worker what is not inherited by a fork: the variables that were set, and the output."""
         for name, value in self.changed.items():
+            os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
-            else:
-                os.environ.pop(name, None)
         for descriptor, written in enumerate(self.output, 1):
             with suppress(OSError):
                 while written:
@@ -163,7 +163,8 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
     to_make = statements(request)
     if not to_make:
         return Imported()
-    program, current = request.program, ""
+    program = request.program
+    current = ""
     read: dict[str, str | None] = {}
     changed: dict[str, str | None] = {}
 
@@ -182,7 +183,7 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     with (
         _environment({**request.env, **hidden}, note_read, changed),
-        _place_of(program, main, own_modules),
+        _as_main_program(program, main, own_modules),
         _captured_output() as output,
         traces,
     ):
@@ -209,29 +210,6 @@ def run(request: Import, hidden: Mapping[str, str], fail: Fail) -> Imported:
 USE_ONLY = {"fsspec.config": "FSSPEC_"}
 
 
-class _Environ(os._Environ[Any]):
-    """The class of `os.environ` and `os.environb` during the imports: reports the variables that Python code uses."""
-
-    def __getitem__(self, name: Any) -> Any:
-        if os.fsdecode(name).startswith(USE_ONLY.get(reading_module(), "")):
-            value = self._data.get(os.fsencode(name))  # type: ignore[attr-defined]
-            self.note_read(os.fsdecode(name), None if value is None else os.fsdecode(value))  # type: ignore[attr-defined]
-        return super().__getitem__(name)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from super().__iter__()
-        if reading_module() not in USE_ONLY:
-            yield self.decodekey(RANK.encode())  # code that reads all also reads this one
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        self.changed[os.fsdecode(name)] = os.fsdecode(value)  # type: ignore[attr-defined]
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: Any) -> None:
-        self.changed[os.fsdecode(name)] = None  # type: ignore[attr-defined]
-        super().__delitem__(name)
-
-
 def reading_module() -> str:
     """The name of the module that accesses `os.environ`."""
     frame = sys._getframe(2)
@@ -241,24 +219,52 @@ def reading_module() -> str:
 
 
 @contextmanager
-def _environment(
-    env: Mapping[str, str], note_read: Callable[[str, str | None], None], changed: dict[str, str | None]
-) -> Iterator[None]:
-    """Context manager in which the process has the environment `env`, and accesses to it are noted."""
-    before = dict(os.environ)
-    set_environment(env)
+def environ_of_class(kind: type["os._Environ[Any]"]) -> Iterator[None]:
+    """Context manager in which `os.environ` and `os.environb` belong to this class."""
     plain = os.environ.__class__
-    recorded = {"note_read": note_read, "changed": changed}
     for environ in (os.environ, os.environb):
-        vars(environ).update(recorded)
-        environ.__class__ = _Environ
+        environ.__class__ = kind
     try:
         yield
     finally:
         for environ in (os.environ, os.environb):
             environ.__class__ = plain
-            for name in recorded:
-                del vars(environ)[name]
+
+
+@contextmanager
+def _environment(
+    env: Mapping[str, str], note_read: Callable[[str, str | None], None], changed: dict[str, str | None]
+) -> Iterator[None]:
+    """Context manager in which the process has the environment `env`, and accesses of Python code to it are noted."""
+
+    class Noting(os._Environ[Any]):
+        def __getitem__(self, name: Any) -> Any:
+            if os.fsdecode(name).startswith(USE_ONLY.get(reading_module(), "")):
+                value = self._data.get(os.fsencode(name))  # type: ignore[attr-defined]
+                if value is not None:
+                    value = os.fsdecode(value)
+                note_read(os.fsdecode(name), value)
+            return super().__getitem__(name)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            if reading_module() not in USE_ONLY:
+                yield self.decodekey(RANK.encode())  # code that reads all also reads this one
+
+        def __setitem__(self, name: Any, value: Any) -> None:
+            changed[os.fsdecode(name)] = os.fsdecode(value)
+            super().__setitem__(name, value)
+
+        def __delitem__(self, name: Any) -> None:
+            changed[os.fsdecode(name)] = None
+            super().__delitem__(name)
+
+    before = dict(os.environ)
+    set_environment(env)
+    try:
+        with environ_of_class(Noting):
+            yield
+    finally:
         set_environment(before)
 
 
@@ -293,10 +299,12 @@ def modules_in(folder: Path) -> set[str]:
 
 
 @contextmanager
-def _place_of(program: Program, main: ModuleType, own_modules: _OwnModules) -> Iterator[None]:
+def _as_main_program(program: Program, main: ModuleType, own_modules: _OwnModules) -> Iterator[None]:
     """Context manager in which `sys.argv` and `sys.path` are those of the script, and `main` is the main module."""
-    argv, main_before, path = sys.argv[:], sys.modules["__main__"], sys.path[:]
-    sys.argv[:] = ["-m" if program.module else program.name, *program.arguments]
+    argv = sys.argv[:]
+    main_before = sys.modules["__main__"]
+    path = sys.path[:]
+    sys.argv[:] = program.argv
     sys.modules["__main__"] = main
     if not program.module:
         main.__file__ = str(Path.cwd() / program.name)
@@ -307,18 +315,20 @@ def _place_of(program: Program, main: ModuleType, own_modules: _OwnModules) -> I
         yield
     finally:
         sys.meta_path.remove(own_modules)
-        sys.argv[:], sys.modules["__main__"], sys.path[:] = argv, main_before, path
+        sys.argv[:] = argv
+        sys.modules["__main__"] = main_before
+        sys.path[:] = path
 
 
 @contextmanager
-def _captured_output() -> Iterator[Callable[[], tuple[bytes, bytes]]]:
+def _captured_output() -> Iterator[Callable[[], tuple[bytes, ...]]]:
     """Context manager in which stdout and stderr are files in memory; the function returns what they contain."""
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
     files = [os.memfd_create("output") for _ in kept]
     for descriptor, file in enumerate(files, 1):
         os.dup2(file, descriptor)
     try:
-        yield lambda: (_content(files[0]), _content(files[1]))
+        yield lambda: tuple(os.pread(file, os.fstat(file).st_size, 0) for file in files)
     finally:
         for descriptor, (file, before) in enumerate(zip(files, kept, strict=True), 1):
             os.dup2(before, descriptor)
@@ -326,26 +336,24 @@ def _captured_output() -> Iterator[Callable[[], tuple[bytes, bytes]]]:
             os.close(file)
 
 
-def _content(file: int) -> bytes:
-    return os.pread(file, os.fstat(file).st_size, 0)
-
-
 # --- Unfit packages ---------------------------------------------------------------------------------------------------
 
 
 def unfit(env: Mapping[str, str]) -> dict[str, str]:
     """The packages that earlier launches found to be unfit, and why; without those that have changed since."""
-    file = _file(env)
-    entries = {} if file is None else _entries(file)
+    file = _file_of_unfit_packages(env)
+    if file is None:
+        return {}
+    entries = _unfit_packages_in(file)
     return {package: entry["reason"] for package, entry in entries.items() if entry["version"] == _version(package)}
 
 
 def remember(package: str, reason: str, env: Mapping[str, str]) -> None:
     """Remember an unfit package for later launches of this user. Failures to write are ignored."""
-    file = _file(env)
+    file = _file_of_unfit_packages(env)
     if file is None:
         return
-    entries = _entries(file) | {package: {"version": _version(package), "reason": reason}}
+    entries = _unfit_packages_in(file) | {package: {"version": _version(package), "reason": reason}}
     with suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.{os.getpid()}")
@@ -354,18 +362,19 @@ def remember(package: str, reason: str, env: Mapping[str, str]) -> None:
         new.replace(file)
 
 
-def _entries(file: Path) -> dict[str, dict[str, str]]:
+def _unfit_packages_in(file: Path) -> dict[str, dict[str, str]]:
     """The content of the file, without damaged entries."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    entries = content.items() if isinstance(content, dict) else ()
+    if not isinstance(content, dict):
+        return {}
     fields = {"version", "reason"}
-    return {package: entry for package, entry in entries if isinstance(entry, dict) and entry.keys() == fields}
+    return {package: entry for package, entry in content.items() if isinstance(entry, dict) and entry.keys() == fields}
 
 
-def _file(env: Mapping[str, str]) -> Path | None:
+def _file_of_unfit_packages(env: Mapping[str, str]) -> Path | None:
     """The file with the unfit packages; None for a user without a home folder."""
     cache = env.get(CACHE_FOLDER, "")
     if not cache.startswith("/"):

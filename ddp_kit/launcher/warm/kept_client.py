@@ -1,6 +1,5 @@
 """Hand a launch over to the kept process (kept_process.py). To start at once, imports only the standard library."""
 
-import array
 import json
 import os
 import signal
@@ -9,7 +8,7 @@ import stat
 import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,64 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ddp_kit.env import RUNTIME_FOLDER, qualified_name
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.facts import facts_of, own_facts
+from ddp_kit.launcher.wire import Connection
+from ddp_kit.texts import plural
 
 if TYPE_CHECKING:
     from ddp_kit.launcher.warm.client import WarmServer
     from ddp_kit.launcher.warm.messages import Import
-
-# --- Messages ---------------------------------------------------------------------------------------------------------
-
-
-_LENGTH = struct.Struct("!I")
-_LARGEST = 1 << 24
-
-
-def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send a message, with open descriptors."""
-    text = json.dumps(message).encode()
-    socket.send_fds(connection, [_LENGTH.pack(len(text))], list(descriptors))
-    connection.sendall(text)
-
-
-def receive(connection: socket.socket, descriptors: int = 0) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message and its descriptors.
-
-    Raises `EOFError` at the end of the connection, `ValueError` for something else than a message, and `OSError`.
-    """
-    received: list[int] = []
-    space = socket.CMSG_SPACE(4 * descriptors) if descriptors else 0
-    # Not `socket.recv_fds`, which ignores its flags: programs that are started meanwhile would inherit the descriptors.
-    head, rights, _, _ = connection.recvmsg(_LENGTH.size, space, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, content in rights:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            received += array.array("i", content[: len(content) // 4 * 4])
-    if len(head) < _LENGTH.size:
-        raise EOFError
-    left, text = _LENGTH.unpack(head)[0], b""
-    if left > _LARGEST or len(received) != descriptors:
-        for descriptor in received:
-            os.close(descriptor)
-        raise ValueError("not a message of ddpkit")
-    while len(text) < left:
-        part = connection.recv(left - len(text))
-        if not part:
-            raise EOFError
-        text += part
-    message = json.loads(text)
-    if not isinstance(message, dict):
-        raise ValueError("not a message of ddpkit")
-    return message, received
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """The process id and the user id of the process at the other end."""
-    pid_uid_gid = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, _ = struct.unpack("3i", pid_uid_gid)
-    return pid, user
-
-
-# --- The client -------------------------------------------------------------------------------------------------------
-
 
 FORWARDED = (
     signal.SIGINT,
@@ -93,9 +40,16 @@ _ANSWER_SECONDS = 2.0  # a kept process that takes longer is not used
 _START_SECONDS = 60.0  # for the imports of a kept process that another launch has just started
 
 
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """The process id and the user id of the process at the other end."""
+    pid_uid_gid = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", pid_uid_gid)
+    return pid, user
+
+
 def folder() -> Path | None:
     """The folder for the sockets of kept processes, which only this user can access; None if there is none."""
-    path = _place()
+    path = _folder_path()
     if len(os.fsencode(path)) > _LONGEST_FOLDER:
         return None
     with suppress(OSError):
@@ -106,7 +60,7 @@ def folder() -> Path | None:
     return None
 
 
-def _place() -> Path:
+def _folder_path() -> Path:
     base = os.environ.get(RUNTIME_FOLDER, "")
     if base.startswith("/") and os.access(base, os.W_OK):
         return Path(base, "ddpkit")
@@ -126,15 +80,17 @@ def hand_over(
     if address is None or any(word.startswith(("/dev/fd/", "/proc/self/fd/")) for word in argv):
         return None  # in the second case, the launcher would need a descriptor of this process
     _wait_while_starting(address)
+    umask = os.umask(0o077)
+    os.umask(umask)
     request = {
         "argv": [*argv],
-        "umask": _umask(),
+        "umask": umask,
         "ignored": [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
         "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         **_conditions(program, packages),
     }
-    with socket.socket(socket.AF_UNIX) as connection:
-        answer = ask(connection, address, "launch", request)
+    with closing(Connection(socket.socket(socket.AF_UNIX))) as connection:
+        answer = _answer(connection, address, "launch", request)
         if answer is None:
             return None
         if "launcher" in answer:
@@ -168,11 +124,11 @@ def state_of(program: Program, packages: tuple[str, ...] | None) -> str:
     address = address_of(program, packages)
     answer = None
     if address is not None:
-        with socket.socket(socket.AF_UNIX) as connection:
-            answer = ask(connection, address, "question", _conditions(program, packages))
+        answer = ask(address, "question", _conditions(program, packages))
     if answer is None:
         return "none yet"
-    return f"pid {answer['pid']}, " + (f"which would be replaced: {answer['refused']}" if answer["refused"] else "used")
+    use = f"which would be replaced: {answer['refused']}" if answer["refused"] else "used"
+    return f"pid {answer['pid']}, {use}"
 
 
 def _conditions(program: Program, packages: tuple[str, ...] | None) -> dict[str, Any]:
@@ -190,22 +146,26 @@ def command_here() -> dict[str, Any]:
     return {"env": dict(os.environ), "facts": {**facts_of(os.getpid()), **own_facts()}}
 
 
-def ask(
-    connection: socket.socket, address: Path, what: str, request: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, Any] | None:
+def ask(address: Path, what: str, request: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any] | None:
     """Send a request to a kept process, with stdin, stdout and stderr, and return its answer; None: there is none.
 
     `what`: "launch", "question" (would it be served?), "description" or "stop".
     """
+    with closing(Connection(socket.socket(socket.AF_UNIX))) as connection:
+        return _answer(connection, address, what, request)
+
+
+def _answer(connection: Connection, address: Path, what: str, request: Mapping[str, Any]) -> dict[str, Any] | None:
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    end = connection.socket
     try:
-        connection.settimeout(_ANSWER_SECONDS)
-        connection.connect(str(address))
-        if peer(connection)[1] != os.geteuid():
+        end.settimeout(_ANSWER_SECONDS)
+        end.connect(str(address))
+        if peer(end)[1] != os.geteuid():
             return None
-        send(connection, {"for": what, **request}, [number if _is_open(number) else null for number in range(3)])
-        answer, _ = receive(connection)
-        connection.settimeout(None)
+        connection.send({"for": what, **request}, [number if _is_open(number) else null for number in range(3)])
+        answer = connection.receive_object()
+        end.settimeout(None)
     except (OSError, EOFError, ValueError):
         return None
     finally:
@@ -215,10 +175,12 @@ def ask(
 
 def kept_processes(what: str = "description") -> list[dict[str, Any]]:
     """The descriptions of the kept processes of this user. `what`: "description", or "stop" to end them."""
-    place, found = folder(), []
-    for address in sorted(place.glob("*.kept")) if place is not None else ():
-        with socket.socket(socket.AF_UNIX) as connection:
-            answer = ask(connection, address, what)
+    found: list[dict[str, Any]] = []
+    place = folder()
+    if place is None:
+        return found
+    for address in sorted(place.glob("*.kept")):
+        answer = ask(address, what)
         if answer is not None:
             found.append(answer)
         else:  # it was killed
@@ -229,7 +191,9 @@ def kept_processes(what: str = "description") -> list[dict[str, Any]]:
 def kept_processes_text() -> str:
     """How many processes are kept, for other commands; empty if none is."""
     number = len(kept_processes())
-    return f"{number} process{'es' * (number != 1)} kept for the next launches; `ddpkit warm` lists them" * bool(number)
+    if not number:
+        return ""
+    return f"{plural(number, 'process', 'processes')} kept for the next launches; `ddpkit warm` lists them"
 
 
 def keep_process(
@@ -245,17 +209,15 @@ def keep_process(
     `request`: what it imports. `seconds`: how long it waits for the next launch. `command`: see `command_here`.
     `entry`: the function that runs `ddpkit launch`.
     """
-    from dataclasses import asdict  # slow to import, and not needed to hand over a launch
-
-    from ddp_kit.launcher.warm.messages import Keep
+    from ddp_kit.launcher.warm.messages import Keep  # slow to import, and not needed to hand over a launch
 
     if request is None:
         return
     address = address_of(request.program, request.packages)
     if address is None:
         print_message(
-            f"no process is kept: {_place()} is not a folder that only you can access, or its path is too long; set "
-            f"{RUNTIME_FOLDER} to another folder"
+            f"no process is kept: {_folder_path()} is not a folder that only you can access, or its path is too long; "
+            f"set {RUNTIME_FOLDER} to another folder"
         )
         return
     try:
@@ -263,19 +225,21 @@ def keep_process(
     except OSError as error:
         print_message(f"no process is kept: {address.parent} cannot be written to: {error.strerror}")
         return
-    server.keep(Keep(str(address), seconds, asdict(request), command["env"], command["facts"], qualified_name(entry)))
+    server.keep(Keep(str(address), seconds, request, command["env"], command["facts"], qualified_name(entry)))
 
 
 def address_of(program: Program, packages: tuple[str, ...] | None) -> Path | None:
     """The socket of a script's kept process; None if there is no folder for it."""
     place = folder()
+    if place is None:
+        return None
     name = program.name if program.module else str(Path(program.name).resolve())
     content = json.dumps([name, program.module and os.getcwd(), packages, sys.prefix])  # noqa: PTH109
     digest = int.from_bytes(content.encode(), "big") % _DIGEST  # hashlib is slow to import
-    return None if place is None else place / f"{digest:020x}.kept"
+    return place / f"{digest:020x}.kept"
 
 
-def _attend(connection: socket.socket, launcher: int) -> int:
+def _attend(connection: Connection, launcher: int) -> int:
     """Forward signals to the launcher until it ends, and return its exit code."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
@@ -295,16 +259,9 @@ def _attend(connection: socket.socket, launcher: int) -> int:
     if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
         signal.signal(signal.SIGTSTP, suspend)
     try:
-        ended, _ = receive(connection)
-        return int(ended["code"])
+        return int(connection.receive_object()["code"])
     except (EOFError, OSError, ValueError):
         return 128 + signal.SIGKILL  # the launcher was killed; its warm server ends the job
-
-
-def _umask() -> int:
-    before = os.umask(0o077)
-    os.umask(before)
-    return before
 
 
 def _is_open(descriptor: int) -> bool:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import chdir, suppress
+from contextlib import chdir, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,7 +44,8 @@ from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm import imports, kept_client, server, worker
 from ddp_kit.launcher.warm.facts import difference, facts_of
 from ddp_kit.launcher.warm.looks import Looks, Variables, looks_of, variables_read
-from ddp_kit.launcher.warm.messages import Import, Keep, message_of
+from ddp_kit.launcher.warm.messages import Import, Keep
+from ddp_kit.launcher.wire import ClosedError, Connection, from_json
 
 _REQUEST_SECONDS = 2.0  # for a client to send its request
 _LOOK_SECONDS = 1.0  # between two looks whether the script and the socket are still there
@@ -68,13 +69,14 @@ class _Kept:
         self._first = first
         self._address = address = Path(first.address)
         self._folder = os.getcwd()  # noqa: PTH109
-        self._since, self._launches = time.time(), 0
-        self._request = _import_of(first.imports)
+        self._since = time.time()
+        self._launches = 0
+        self._request = first.imports
         self._read = variables
         with variables_read(variables):
             server.import_modules(self._request.program)
         statements = imports.statements(self._request)
-        self._statements = _texts(self._request)
+        self._statements = _import_statements(self._request)
         self._looks = Looks([], [], folder=False, arguments=False)
         if any(each.package not in ("torch", "ddp_kit") for each in statements):  # these two look at nothing
             looks = looks_of(lambda: self._run(_fail))
@@ -104,14 +106,15 @@ class _Kept:
         while time.monotonic() < deadline and self._is_wanted():
             if not select.select([self._listening], [], [], _LOOK_SECONDS)[0]:
                 continue
-            with suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-                connection, _ = self._listening.accept()
-                with connection:
-                    launch, continues = self._answer(connection)
-                    if launch is not None:
-                        return launch
-                    if not continues:
-                        break
+            with (
+                suppress(OSError, EOFError, ValueError, KeyError, TypeError),
+                closing(Connection(self._listening.accept()[0])) as connection,
+            ):
+                launch, continues = self._answer(connection)
+                if launch is not None:
+                    return launch
+                if not continues:
+                    break
             if self._launches > launches:  # a request that only asks does not prolong the time
                 launches = self._launches
                 deadline = time.monotonic() + self._first.seconds
@@ -123,18 +126,20 @@ class _Kept:
         program = self._request.program
         return self._address.exists() and (program.module or Path(program.name).exists())
 
-    def _answer(self, connection: socket.socket) -> tuple[Launch | None, bool]:
+    def _answer(self, connection: Connection) -> tuple[Launch | None, bool]:
         """Answer a client. Returns the launch in a forked launcher, and whether this process continues."""
-        connection.settimeout(_REQUEST_SECONDS)
-        if kept_client.peer(connection)[1] != os.geteuid():
+        connection.socket.settimeout(_REQUEST_SECONDS)
+        command, user = kept_client.peer(connection.socket)
+        if user != os.geteuid():
             return None, True
-        request, descriptors = kept_client.receive(connection, 3)
+        request = connection.receive_object()
+        descriptors = connection.take_descriptors(3)
         pid = -1
         try:
             if request["for"] == "stop":
-                kept_client.send(connection, self._description())
+                connection.send(self._description())
                 return None, False
-            reason = self._reason_to_refuse(request, kept_client.peer(connection)[0])
+            reason = self._reason_to_refuse(request, command)
             if request["for"] == "launch" and not reason:
                 signal.pthread_sigmask(
                     signal.SIG_BLOCK, kept_client.FORWARDED
@@ -142,14 +147,14 @@ class _Kept:
                 pid = os.fork()
             if pid == 0:
                 self._listening.close()
-                launch = request, [os.dup(descriptor) for descriptor in descriptors], connection.dup()
-                with suppress(OSError):  # the client is gone: `_end_with_client` ends this process
+                launch = request, [os.dup(descriptor) for descriptor in descriptors], connection.socket.dup()
+                with suppress(ClosedError):  # the client is gone: `_end_with_client` ends this process
                     # Sent by the launcher: without an answer, the client is certain that there is no launcher.
-                    kept_client.send(connection, {"launcher": os.getpid()})
+                    connection.send({"launcher": os.getpid()})
                 return launch, True
             self._launches += pid > 0
             if pid < 0:
-                kept_client.send(connection, self._description() | {"refused": reason})
+                connection.send(self._description() | {"refused": reason})
             return None, not reason or request["for"] != "launch"
         finally:
             if pid:
@@ -176,7 +181,7 @@ class _Kept:
         for path, state in self._seen.items():
             if _state(path, lists=False) != state:
                 return f"{path} has changed, and an import has looked at it"
-        asked = replace(_import_of(request["import"]), unfit=self._request.unfit)
+        asked = replace(from_json(Import, request["import"]), unfit=self._request.unfit)
         reason = self._fact_that_differs(request, command) or self._looked_at(request, asked)
         if reason:
             return f"{reason}: not as when the process was started"
@@ -184,7 +189,9 @@ class _Kept:
             own = imports.modules_in(asked.program.folder) & self.imported.names - sys.modules.keys()
             if own:
                 return f"the script's folder has {min(own)}, for which an import has looked"
-            return "" if _texts(asked) == self._statements else "the imports of the script have changed"
+            if _import_statements(asked) != self._statements:
+                return "the imports of the script have changed"
+        return ""
 
     def _fact_that_differs(self, request: Mapping[str, Any], command: int) -> str:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
@@ -197,7 +204,7 @@ class _Kept:
         return changed or difference(self._first.facts, {**request["facts"], **facts})
 
     def _looked_at(self, request: Mapping[str, Any], asked: Import) -> str:
-        """What imports have looked at and is another in this launch; empty if nothing is."""
+        """The first thing that imports have looked at and that differs in this launch; empty if nothing differs."""
         env: dict[str, str] = request["env"]
         for name in sorted({*env, *self._first.env}):
             by_library = name.startswith(_READ_WHEN_LOADED) and name not in _READ_LATER
@@ -211,13 +218,7 @@ class _Kept:
         return ""
 
 
-def _import_of(fields: Mapping[str, Any]) -> Import:
-    message = message_of("Import", dict(fields))
-    assert isinstance(message, Import)
-    return message
-
-
-def _texts(request: Import) -> list[str]:
+def _import_statements(request: Import) -> list[str]:
     return [ast.unparse(each.node) for each in imports.statements(request)]
 
 
@@ -254,7 +255,7 @@ def main(first: Keep, variables: Variables) -> None:
     for number in range(3):
         os.dup2(null, number)
     os.close(null)
-    script = first.imports["program"][1]
+    script = first.imports.program.name
     worker.set_title(Program(sys.executable, __name__, (script,), module=True))
     _set_ignored(_IGNORED_BY_PYTHON)  # the launch may have been started with `nohup`
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -350,7 +351,8 @@ def _launch(
     threading.Thread(target=_end_with_client, args=[connection], daemon=True).start()
     sys.argv[:] = ["ddpkit", "launch", *asked["argv"]]
     warm = WarmServer(asked["argv"], os.environ, forked=(ForkedProcess(server_pid), channel))
-    entry(sys.argv[1:], warm, asked["blocked"], at_exit=lambda code: kept_client.send(connection, {"code": int(code)}))
+    client = Connection(connection)
+    entry(sys.argv[1:], warm, asked["blocked"], at_exit=lambda code: client.send({"code": int(code)}))
 
 
 def _end_with_client(connection: socket.socket) -> None:

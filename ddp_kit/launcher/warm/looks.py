@@ -1,4 +1,4 @@
-"""What imports look at, so that a kept process is used only where they would see the same.
+"""Files, variables and arguments that imports look at: a kept process is used only where they would see the same.
 
     variables_read     the environment variables that Python code reads
     looks_of           files, the current folder and `sys.argv`
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ddp_kit.env import INSTALLED_PACKAGES
-from ddp_kit.launcher.warm.imports import USE_ONLY, reading_module
+from ddp_kit.launcher.warm.imports import USE_ONLY, environ_of_class, reading_module
 
 _READS_ONLY = {**USE_ONLY, "tqdm.utils": "TQDM_"}
 _OWN = "ddp_kit.launcher."
@@ -55,18 +55,12 @@ def variables_read(variables: Variables) -> Iterator[None]:
                 variables.prefixes.add(_READS_ONLY.get(reader, ""))
             return super().__iter__()
 
-    plain = os.environ.__class__
-    for environ in (os.environ, os.environb):
-        environ.__class__ = Noting
-    try:
+    with environ_of_class(Noting):
         yield
-    finally:
-        for environ in (os.environ, os.environb):
-            environ.__class__ = plain
 
 
 class Looks(NamedTuple):
-    """What imports looked at, apart from installed packages and Python's own files."""
+    """Files, folders and arguments that imports looked at, apart from installed packages and Python's own files."""
 
     files: list[str]
     """The paths of files that they opened or asked about, also of those that do not exist."""

@@ -3,21 +3,12 @@
 A `Start` may carry two open descriptors, the worker's stdout and stderr.
 """
 
-import array
-import json
-import select
-import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from ddp_kit.launcher.program import Program
-
-_LENGTH_BYTES = 4
-_READ_BYTES = 1 << 16
-_SEND_POLL_MILLISECONDS = 1000
-_MAX_DESCRIPTORS = 16  # per read; a frame carries at most two
+from ddp_kit.launcher.wire import Connection, from_json
 
 
 @dataclass(frozen=True)
@@ -43,8 +34,8 @@ class Keep:
     """The path of its socket."""
     seconds: float
     """How long it waits for a launch."""
-    imports: Mapping[str, Any]
-    """The fields of an `Import`: what it imports."""
+    imports: Import
+    """The request for its imports."""
     env: Mapping[str, str]
     """The environment of the command that was typed."""
     facts: Mapping[str, Any]
@@ -70,11 +61,11 @@ class Start:
     number: int
     """Identifies the worker in later messages."""
     command: tuple[str, ...]
-    """What to execute if the worker cannot be forked."""
+    """The command to execute if the worker cannot be forked."""
     env: Mapping[str, str]
     """The complete environment of the worker."""
     program: Program | None = None
-    """What a forked worker runs; None: execute `command`."""
+    """The program of a forked worker; None: execute `command`."""
     cpus: tuple[int, ...] = ()
     """The CPU cores to run on; empty: all cores that the launcher may use."""
     streams: bool = False
@@ -144,80 +135,17 @@ Message = Import | Keep | ImportDone | Start | Kill | Clear | MakeFolder | Folde
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-class ClosedError(Exception):
-    """Raised if the other end of the socketpair is closed."""
-
-
-class Channel:
+class Channel(Connection):
     """One end of the socketpair that connects the launcher and the warm server."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._unread = bytearray()
-        self._descriptors: deque[int] = deque()
-
-    def fileno(self) -> int:
-        """The descriptor for `select`: readable when a message may have arrived."""
-        return self._socket.fileno()
-
     def send(
-        self, message: Message, descriptors: Sequence[int] = (), while_full: Callable[[], object] = lambda: None
+        self, message: Message, descriptors: Sequence[int] = (), while_full: Callable[[], object] | None = None
     ) -> None:
-        """Send one message, with copies of the file descriptors. Raises `ClosedError` if the other end is closed.
-
-        `while_full`: a function that is called every second while the socket's buffer is full.
-        """
-        body = json.dumps([type(message).__name__, asdict(message)]).encode()
-        frame = len(body).to_bytes(_LENGTH_BYTES, "big") + body
-        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        poll = select.poll()
-        poll.register(self._socket, select.POLLOUT)
-        while frame:
-            try:
-                frame = frame[self._socket.sendmsg([frame], attached, socket.MSG_DONTWAIT) :]
-                attached = []
-            except BlockingIOError:
-                if not poll.poll(_SEND_POLL_MILLISECONDS):
-                    while_full()
-            except OSError as error:
-                raise ClosedError from error
+        """Send one message. For the parameters, see `Connection`."""
+        super().send([type(message).__name__, message], descriptors, while_full)
 
     def receive(self) -> Iterator[Message]:
         """Wait for data, then yield every complete message. Raises `ClosedError` if the other end is closed."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MAX_DESCRIPTORS)
-        except OSError as error:
-            raise ClosedError from error
-        self._descriptors += descriptors
-        if not data:
-            raise ClosedError
-        self._unread += data
-        while len(self._unread) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self._unread[:_LENGTH_BYTES], "big")
-            if len(self._unread) < end:
-                return
-            name, fields = json.loads(self._unread[_LENGTH_BYTES:end])
-            del self._unread[:end]
-            yield message_of(name, fields)
-
-    def take_descriptors(self, count: int) -> list[int]:
-        """Return the next `count` received descriptors, in the order of the messages. The caller must close them."""
-        return [self._descriptors.popleft() for _ in range(count)]
-
-    def close(self) -> None:
-        """Close this end of the socketpair. The other end then reads end-of-file."""
-        self._socket.close()
-
-
-def message_of(name: str, fields: dict[str, Any]) -> Message:
-    """The message of the kind `name` with these fields, which were converted to JSON and back."""
-    fields = _with_tuples(fields)
-    if fields.get("program") is not None:
-        python, name_of_program, arguments, module = fields["program"]
-        fields["program"] = Program(python, name_of_program, tuple(arguments), module)
-    message: Message = _KINDS[name](**fields)
-    return message
-
-
-def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        for name, fields in super().receive():
+            message: Message = from_json(_KINDS[name], fields)
+            yield message

@@ -9,10 +9,13 @@ import ast
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import resolve_name
+from itertools import accumulate
 from pathlib import Path
 
 from ddp_kit.env import ALLOCATOR, ALLOCATOR_OLDER, IMPORT_TIME_VARIABLES, INSTALLED_PACKAGES
@@ -42,7 +45,9 @@ class _Setting:
 
     def changes(self, env: Mapping[str, str]) -> bool:
         """Whether the statement may change the variable in this environment."""
-        value = env.get(self.name, env.get(ALLOCATOR) if self.name in ALLOCATOR_OLDER else None)
+        value = env.get(self.name)
+        if value is None and self.name in ALLOCATOR_OLDER:
+            value = env.get(ALLOCATOR)
         return not (self.is_default and self.name in env) and (not self.literal or self.literal != value)
 
 
@@ -62,7 +67,9 @@ class _Scan:
         if not program.module:
             self._scan_file(Path(program.name), "", is_main=True)
         else:
-            main = program.name if self._file(f"{program.name}.__main__") is None else f"{program.name}.__main__"
+            main = f"{program.name}.__main__"
+            if self._file(main) is None:
+                main = program.name
             package = main.rpartition(".")[0]
             path = self._file(main)
             if path is not None and not self._imports_torch(package):
@@ -81,14 +88,15 @@ class _Scan:
         """Scan a module and the packages that contain it. Return whether torch is imported at the end of that."""
         if module.partition(".")[0] == "torch":
             return True
-        parts = module.split(".")
-        for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+        for name in accumulate(module.split("."), "{}.{}".format):
             if not name or name in self._seen:
                 continue
             self._seen.add(name)
             file = self._file(name)
-            is_package = file is not None and file.name == "__init__.py"
-            if file is not None and self._scan_file(file, name if is_package else name.rpartition(".")[0]):
+            if file is None:
+                continue
+            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            if self._scan_file(file, package):
                 return True
         return False
 
@@ -102,30 +110,31 @@ class _Scan:
             statements = ast.parse(text).body
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return False  # Python reports the error when the script runs
-        lines, read_later = text.splitlines(), _READ_LATER if is_main and _later_imports(text) else ()
+        lines = text.splitlines()
+        read_later = _READ_LATER if is_main and _later_imports(text) else ()
+        prefixes = (*read_later, *IMPORT_TIME_VARIABLES)
         has_torch = False
         for statement in statements:
             if any("environ" in line for line in lines[statement.lineno - 1 : statement.end_lineno]):
-                prefixes = read_later if has_torch else (*read_later, *IMPORT_TIME_VARIABLES)
                 self._add_settings(path, ast.unparse(statement), prefixes)  # in one style, without comments
-            if not has_torch:
-                modules = _modules(statement, package)
-                has_torch = any(self._imports_torch(module) for module in modules)
-                if not isinstance(statement, ast.Import | ast.ImportFrom):  # a condition may skip the import of torch
-                    has_torch = False
-                    for module in modules:
-                        self._imports_torch(module)
-            if has_torch and not read_later:
-                return True
+            if has_torch:
+                continue
+            modules = map(self._imports_torch, _modules(statement, package))
+            if not isinstance(statement, ast.Import | ast.ImportFrom):
+                deque(modules, maxlen=0)  # a condition may skip the import of torch
+            elif any(modules):
+                if not read_later:
+                    return True
+                has_torch = True
+                prefixes = read_later
         return has_torch
 
     def _add_settings(self, path: Path, statement: str, prefixes: tuple[str, ...]) -> None:
-        self.settings += [
-            _Setting(path.name if path.name != "__init__.py" else str(path), name, "setdefault" in setting[0], literal)
-            for setting in _SETTING.finditer(statement)
-            for name, literal in _NAME_AND_LITERAL.findall(setting[0])
-            if name.startswith(prefixes)
-        ]
+        file = str(path) if path.name == "__init__.py" else path.name
+        for setting in _SETTING.finditer(statement):
+            for name, literal in _NAME_AND_LITERAL.findall(setting[0]):
+                if name.startswith(prefixes):
+                    self.settings.append(_Setting(file, name, "setdefault" in setting[0], literal))
 
 
 def _modules(statement: ast.stmt, package: str) -> Iterator[str]:
@@ -136,9 +145,8 @@ def _modules(statement: ast.stmt, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level and package else []
-            if not node.level or above:
-                base = ".".join([*above, *filter(None, [node.module])])
+            with suppress(ImportError):  # from above the package; Python reports the error when the script runs
+                base = resolve_name("." * node.level + (node.module or ""), package)
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
         elif not isinstance(node, _RUNS_LATER) and not (
             isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")

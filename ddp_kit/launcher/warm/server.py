@@ -36,7 +36,6 @@ from ddp_kit.launcher.warm.looks import Variables, variables_read
 from ddp_kit.launcher.warm.messages import (
     Channel,
     Clear,
-    ClosedError,
     Ended,
     FolderMade,
     Import,
@@ -49,6 +48,7 @@ from ddp_kit.launcher.warm.messages import (
     Started,
 )
 from ddp_kit.launcher.warm.scan import later_imports, reason_for_cold_start
+from ddp_kit.launcher.wire import ClosedError
 from ddp_kit.masking import masked
 
 # --- Signals from ranks -----------------------------------------------------------------------------------------------
@@ -159,8 +159,9 @@ def main(
     variables = Variables()
     with variables_read(variables):
         broken = _preload(PRELOADED) if forks else ""
-    server = _Server(channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden, folder)
-    server.imported = imported
+    server = _Server(
+        channel, launcher, inherited, parent_signals, wake_pipe[0], forks, broken, hidden, folder, imported
+    )
     outlive_parent()
     if os.getppid() == launcher:
         program, main_module = server.serve()
@@ -221,6 +222,7 @@ class _Server:
         broken: str,
         hidden: tuple[str, ...],
         folder: str,
+        imported: imports.Imported | None,
     ) -> None:
         self._launcher = launcher
         self._channel = channel
@@ -232,8 +234,8 @@ class _Server:
         self._env = {name: value for name, value in os.environ.items() if name not in hidden}
         self._hidden = {name: os.environ[name] for name in hidden}
         self._modules = _top_level_modules()
-        self.imported: imports.Imported | None = None
-        """What the script's imports did; None: they are not made."""
+        self._imported = imported or imports.Imported()
+        self._has_imported = imported is not None
         self._waiting: deque[Message] = deque()
         self._running: dict[int, int] = {}  # pid -> the worker's number
         self._leftovers: set[Path] = set()
@@ -252,24 +254,24 @@ class _Server:
             self._receive()
             while self._waiting:
                 message = self._waiting.popleft()
-                if isinstance(message, Keep):
-                    if self._fork_kept_process():
-                        return message, ModuleType("__main__")
-                elif isinstance(message, Import):
-                    self._import(message)
-                elif isinstance(message, Start):
-                    program = self._start(message)
-                    if program is not None:
-                        imported = self.imported or imports.Imported()
-                        return program, imported.main
-                elif isinstance(message, Clear):
-                    self._clear(message.succeeded)
-                elif isinstance(message, MakeFolder):
-                    folder = ""
-                    with suppress(OSError):
-                        folder = tempfile.mkdtemp(prefix=message.prefix, dir=message.parent)
-                        self._folders.append(folder)
-                    self._send(FolderMade(folder))
+                match message:
+                    case Keep():
+                        if self._fork_kept_process():
+                            return message, ModuleType("__main__")
+                    case Import():
+                        self._import(message)
+                    case Start():
+                        program = self._start(message)
+                        if program is not None:
+                            return program, self._imported.main
+                    case Clear(succeeded):
+                        self._clear(succeeded)
+                    case MakeFolder(parent, prefix):
+                        folder = ""
+                        with suppress(OSError):
+                            folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+                            self._folders.append(folder)
+                        self._send(FolderMade(folder))
 
     def _receive(self) -> None:
         """Report ended workers and read messages. A `Kill` is executed immediately, before earlier messages."""
@@ -294,12 +296,12 @@ class _Server:
             self._send(ImportDone(package, reason))
             os._exit(0)
 
-        if self.imported is not None and self.imported.variable_that_differs(request.env) is not None:
+        if self._imported.variable_that_differs(request.env) is not None:
             self._send(ImportDone(again=True))
             os._exit(0)
-        if self.imported is None and not self._reason_for_cold_start(request.program, request.env):
+        if not self._has_imported and not self._reason_for_cold_start(request.program, request.env):
             import_modules(request.program)
-            self.imported = imports.run(request, self._hidden | WITHOUT_LOG, fail)
+            self._imported = imports.run(request, self._hidden | WITHOUT_LOG, fail)
             gc.collect()
             gc.freeze()
             self._modules = _top_level_modules()
@@ -323,17 +325,19 @@ class _Server:
 
     def _start(self, start: Start) -> Program | None:
         """Start a worker. In a forked worker, return the program to run; in the server, None."""
-        streams = self._channel.take_descriptors(2) if start.streams else []
-        cold, forked_program = "", None
+        streams = self._channel.take_descriptors(2 * start.streams)
+        cold = ""
+        forked_program = None
         if start.program is not None and self._forks:
             cold = self._reason_for_cold_start(start.program, start.env)
-            forked_program = None if cold else start.program
+            if not cold:
+                forked_program = start.program
         parent = os.getpid()
         errors, write_errors = os.pipe2(os.O_CLOEXEC)
         try:
             pid = os.fork()
         except OSError as error:
-            pid, cold = 0, ""
+            pid = 0
             self._send(Started(start.number, 0, error=f"the system cannot create another process: {error.strerror}"))
         else:
             if pid == 0:
@@ -345,13 +349,14 @@ class _Server:
                     worker.execute(start, streams, self._inherited, write_errors)
                 os.close(write_errors)
                 worker.set_up(start, streams, self._launcher)
-                if self.imported is not None:
-                    self.imported.repeat()
+                self._imported.repeat()
                 return forked_program
         for descriptor in (write_errors, *streams):
             os.close(descriptor)
-        with os.fdopen(errors, "rb") as pipe:  # execve in the worker closes the other end
-            error_text = pipe.read().decode() if pid and forked_program is None else ""
+        error_text = ""
+        with os.fdopen(errors, encoding="utf-8") as pipe:
+            if forked_program is None:
+                error_text = pipe.read()  # until execve in the worker closes the other end
         if pid:
             self._running[pid] = start.number
             self._send(Started(start.number, pid, cold, error_text))
@@ -372,7 +377,7 @@ class _Server:
                 and env.get(name) != self._env.get(name)
             ):
                 return f"the worker's {name} differs from the launcher's, and imports read this variable"
-        differing = None if self.imported is None else self.imported.variable_that_differs(env)
+        differing = self._imported.variable_that_differs(env)
         if differing is not None:
             return f"the worker's {differing} is not that of the job, and an import has read this variable"
         return reason_for_cold_start(program, env, self._modules)
@@ -409,15 +414,16 @@ class _Server:
         After a failure, a process that is writing a checkpoint may finish: the next round waits for it and resumes from
         that checkpoint. If it is still running at the next failure, it is ended.
         """
-        saving: set[int] = set() if succeeded else {child.pid for child in children() if child.is_writer}
-        saving -= self._left_saving
-        self._left_saving = saving
-        signal_children(lambda child: child.pid in saving, signal.SIGCONT, set())
+        saving: set[int] = set()
         if succeeded:
             wait_for(self._is_orphan, _LEAVING_SECONDS, self._reap)
             for child in filter(self._is_orphan, children()):
                 if not child.is_cleaner and (command := masked(child.name, self._env)):
                     sys.stderr.write(f"ddpkit: ended a process that the job left running: {command}\n")
+        else:
+            saving = {child.pid for child in children() if child.is_writer} - self._left_saving
+            signal_children(lambda child: child.pid in saving, signal.SIGCONT, set())
+        self._left_saving = saving
         end_children(
             lambda child: self._is_orphan(child) and child.pid not in saving,
             self._reap,

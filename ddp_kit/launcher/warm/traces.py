@@ -1,4 +1,4 @@
-"""What an import leaves behind in a process, and a fork would share, lose, or run once more.
+"""Traces that an import leaves in a process, and that a fork would share, lose, or run once more.
 
     with Traces() as traces:
         import package
@@ -80,7 +80,7 @@ class Traces:
             setattr(module, name, getattr(module, name).function)
 
     def new(self) -> str | None:
-        """What has been left behind since the beginning, as the rest of a sentence; None: nothing."""
+        """The first trace since the beginning, as the rest of a sentence; None: there is none."""
         if self._calls:
             return self._calls[0]
         return next((what for what, value in self._now().items() if value != self._before[what]), None)
@@ -124,7 +124,9 @@ class _Observed:
     """
 
     def __init__(self, function: Callable[..., object], what: str, calls: list[str]) -> None:
-        self.function, self._what, self._calls = function, what, calls
+        self.function = function
+        self._what = what
+        self._calls = calls
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if not _is_known(sys._getframe(1).f_globals.get("__name__")):
@@ -205,7 +207,7 @@ def _signals() -> tuple[object, ...]:
 
 
 def _of_the_kernel() -> tuple[object, ...]:
-    """What the kernel knows of this process and a program may set; the server and workers that start cold have it too.
+    """Attributes that the kernel stores and a program may set; the server and workers that start cold have them too.
 
     A worker's CPU cores are set after the imports, not before.
     """

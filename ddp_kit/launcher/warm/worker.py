@@ -95,7 +95,7 @@ def _count(memory: "memoryview[int]", every: float, counting: "_thread.LockType"
         while True:
             time.sleep(every)
             with counting:
-                _note(memory)
+                _record_counts(memory)
                 now = time.monotonic_ns()
                 memory[HeartbeatField.COUNTED_AT] = now
                 if probe.has_executed_python():
@@ -134,16 +134,16 @@ def _count_last(memory: "memoryview[int]", counting: "_thread.LockType") -> None
     """
     if counting.acquire(timeout=_LAST_COUNT_SECONDS):
         with suppress(Exception):
-            _note(memory)
+            _record_counts(memory)
 
 
-def _note(memory: "memoryview[int]") -> None:
+def _record_counts(memory: "memoryview[int]") -> None:
     """Record the counts. This is a separate function so that no local variable keeps a process group alive."""
     module = sys.modules["torch.distributed.distributed_c10d"]
-    default, groups = module.GroupMember.WORLD, list(module._world.pg_map)
+    default = module.GroupMember.WORLD
     # Without a default group, all ranks have the same count and are not compared.
     memory[HeartbeatField.COLLECTIVES] = 0 if default is None else _collectives_started(default)
-    memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_collectives_started, groups))
+    memory[HeartbeatField.ALL_COLLECTIVES] = sum(map(_collectives_started, list(module._world.pg_map)))
 
 
 def _collectives_started(group: object) -> int:
@@ -202,9 +202,8 @@ def set_up(start: Start, streams: Sequence[int], launcher: int) -> None:
     _set_threads(start.env)
     set_environment(start.env)  # last, because some imports set variables
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy.random" in sys.modules:
-        numpy.random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     sys.modules["torch"].default_generator.seed()
     if "datasets.fingerprint" in sys.modules:  # names the files of its cache
         sys.modules["datasets.fingerprint"].fingerprint_rng.seed()
@@ -240,7 +239,8 @@ def _set_threads(env: Mapping[str, str]) -> None:
     launcher gave this worker a different one. If not, torch itself asks OpenMP and MKL at its first operation in this
     process. MKL allows at most one thread per core, and the launcher never sets more.
     """
-    torch, value = sys.modules["torch"], env.get(THREADS, "")
+    torch = sys.modules["torch"]
+    value = env.get(THREADS, "")
     is_launchers = value.isdecimal() and value != os.environ.get(THREADS)
     if is_launchers and int(value) != torch.get_num_threads():  # a redundant call would start more threads later
         torch.set_num_threads(int(value))
@@ -265,7 +265,7 @@ def set_title(program: Program) -> None:
     fs/proc/base.c.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), counted after the name
+    start, end = map(int, fields[45:47])  # arg_start and arg_end of proc(5), counted after the name
     room = end - start
     if start and room > 2:
         command_line = b" ".join(map(os.fsencode, program.command_line))[: room - 2]
@@ -299,7 +299,7 @@ def run_as_main(program: Program, main: ModuleType) -> None:
         vars(main).update(__builtins__=builtins, __annotations__={})
         # multiprocessing, imported by the server, has set __mp_main__ to the server's main module.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-        sys.argv[:] = ["-m" if program.module else program.name, *program.arguments]
+        sys.argv[:] = program.argv
         if not sys.flags.safe_path:
             sys.path.insert(0, str(program.folder))
         if program.module:
@@ -316,7 +316,7 @@ def run_as_main(program: Program, main: ModuleType) -> None:
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt | DdpKitError):  # a DdpKitError's hook writes a note
             _leave_note(error.with_traceback(_own_frames(error.__traceback__)))
-        sys.excepthook = partial(_show, sys.excepthook)
+        sys.excepthook = partial(_call_hook, sys.excepthook)
         raise
     finally:
         with suppress(Exception):  # whatever state the script leaves behind
@@ -344,7 +344,7 @@ def _report_ineffective_variables(before: Mapping[str, str]) -> None:
             )
 
 
-def _show(hook: Callable[..., object], kind: type, error: BaseException, trace: TracebackType | None) -> None:
+def _call_hook(hook: Callable[..., object], kind: type, error: BaseException, trace: TracebackType | None) -> None:
     """Call the script's excepthook with the traceback that `python program` would give it."""
     frames = _own_frames(trace)
     hook(kind, error.with_traceback(frames), frames)

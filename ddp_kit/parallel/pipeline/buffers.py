@@ -30,12 +30,11 @@ class PipelineBuffers:
         self._world = world
         self._kinds = {name: (buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()}
         blocks = chain.blocks(model)
-        self._block_stages = {
-            f"{chain.names[number]}.{name}": stage
-            for stage, numbers in enumerate(chain.stages)
-            for number in numbers
-            for name, _ in blocks[number].named_buffers(remove_duplicate=False)
-        }
+        self._block_stages: dict[str, int] = {}
+        for stage, numbers in enumerate(chain.stages):
+            for number in numbers:
+                for name, _ in blocks[number].named_buffers(chain.names[number], remove_duplicate=False):
+                    self._block_stages[name] = stage
         self._broadcasters: dict[str, int] = {}  # buffer that passes change -> stage
         self._constant: Versions = {}  # buffers that no pass may change
 
@@ -50,13 +49,16 @@ class PipelineBuffers:
     def learn(self, changers: dict[str, list[int]]) -> None:
         """Set which stages changed each buffer in the first pass. `changers`: stages by name, for all buffers."""
         self._broadcasters = {name: stages[0] for name, stages in changers.items() if stages}
-        variable = {*self._broadcasters, *(self._block_stages if self._sizes.data == 1 else ())}
+        variable = {*self._broadcasters}
+        if self._sizes.data == 1:
+            variable.update(self._block_stages)
         self._constant = {name: version for name, version in self.versions().items() if name not in variable}
 
     def sync(self) -> None:
         """Broadcast the buffers that passes change. A collective."""
         for name, stage in self._broadcasters.items():
-            buffer, (shape, dtype) = self._model.get_buffer(name), self._kinds[name]
+            buffer = self._model.get_buffer(name)
+            shape, dtype = self._kinds[name]
             if (buffer.shape, buffer.dtype) != (shape, dtype):
                 raise LossError(
                     f"the shape of the buffer {name} changed from {tuple(shape)} {dtype} to {tuple(buffer.shape)} "

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.errors import ConfigError, LossError, suggestion
+from ddp_kit.errors import ConfigError, LossError
 from ddp_kit.model.blocks import repeated_blocks, split_chain, work_of
+from ddp_kit.model.names import full_name, unknown_name
 from ddp_kit.texts import some
 
 # --- Division into stages ---------------------------------------------------------------------------------------------
@@ -33,7 +34,7 @@ class Chain:
     @property
     def names(self) -> list[str]:
         """The names of the blocks in the model."""
-        return [f"{self.prefix}.{key}" if self.prefix else key for key in self.keys]
+        return [full_name(self.prefix, key) for key in self.keys]
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks, in call order."""
@@ -48,17 +49,17 @@ def chain_of(model: nn.Module, config: ParallelConfig) -> Chain:
     names = [*repeated_blocks(model)]
     prefixes = {name.rpartition(".")[0] for name in names}
     if len(prefixes) != 1:
-        what = "no repeated blocks" if not prefixes else f"repeated blocks in several places: {some(sorted(prefixes))}"
+        blocks = f"repeated blocks in several places: {some(sorted(prefixes))}" if prefixes else "no repeated blocks"
         raise ConfigError(
-            f"the model {type(model).__name__} cannot be divided into stages: it has {what}",
+            f"the model {type(model).__name__} cannot be divided into stages: it has {blocks}",
             "put consecutive layers into one nn.ModuleList or nn.Sequential, or set parallel.pipeline_stages to the "
             "names of the modules at which new stages begin",
         )
     (prefix,) = prefixes
     parent = model.get_submodule(prefix)
-    keys, repeated = [key for key, _ in parent.named_children()], {name.rpartition(".")[2] for name in names}
-    indices = [index for index, key in enumerate(keys) if key in repeated]
-    keys = keys[indices[0] : indices[-1] + 1]
+    keys = [key for key, _ in parent.named_children()]
+    first, last = (keys.index(name.rpartition(".")[2]) for name in (names[0], names[-1]))
+    keys = keys[first : last + 1]
     if len(keys) < config.pipeline:
         raise ConfigError(
             f"parallel.pipeline = {config.pipeline} makes {config.pipeline} stages, but the model "
@@ -79,10 +80,7 @@ def _named_chain(model: nn.Module, names: Sequence[str], stages: int) -> Chain:
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules:
-            raise ConfigError(
-                f"parallel.pipeline_stages names {name!r}, but the model {type(model).__name__} has no such module",
-                suggestion(name, [known for known in modules if known], "modules"),
-            )
+            raise unknown_name(name, modules, model, "parallel.pipeline_stages")
     prefixes = {name.rpartition(".")[0] for name in names}
     parent = modules.get(next(iter(prefixes)))
     if len(prefixes) > 1 or not isinstance(parent, nn.ModuleList | nn.Sequential):
@@ -169,8 +167,10 @@ class StageModel:
         `received`: the activation from the previous stage; None on the first stage. `before_blocks`: a function that
         is called before the first block of this stage. Raises `LossError` if the model cannot run in stages.
         """
-        self._next, self._items = 0, -1
-        self._received, self._before_blocks = received, before_blocks
+        self._next = 0
+        self._items = -1
+        self._received = received
+        self._before_blocks = before_blocks
         self._active = True
         self._parent._modules.update(self._placeholders)
         try:
@@ -192,18 +192,19 @@ class StageModel:
         """Run the forward pass of the placeholder for a block."""
         if not self._active:  # activation checkpointing recomputes the block in the backward pass
             return block(*args, **kwargs)
-        name, first = self._names[number], self._stage_blocks.start
+        name = self._names[number]
+        first = self._stage_blocks.start
         if number != self._next:
-            expected = self._names[self._next] if self._next < len(self._names) else "no further block"
+            expected = [*self._names, "no further block"][self._next]
             raise LossError(
                 f"the model calls its blocks out of order: {name} was called where {expected} was expected",
                 "a pipeline needs a model that calls each block once, in order, and a loss function that calls the "
                 "model once; parallel='fsdp' needs neither",
             )
         if not args or not isinstance(args[0], Tensor):
+            argument = f"a {type(args[0]).__name__}" if args else "nothing"
             raise LossError(
-                f"{name} gets {f'a {type(args[0]).__name__}' if args else 'nothing'} as its first argument, but "
-                "the stages of a pipeline can only send tensors",
+                f"{name} gets {argument} as its first argument, but the stages of a pipeline can only send tensors",
                 "pass the output of the previous block to each block as the first positional argument",
             )
         if number == first and self._received is not None and args[0] is not self._received.tensor:
@@ -232,13 +233,20 @@ class StageModel:
         assert self._received is not None, "only the first stage receives nothing"
         tensor = self._received.tensor
         if number < self._stage_blocks.start - 1:
-            is_real = tensor.is_floating_point()
-            value = torch.full((), torch.nan if is_real else 0, dtype=tensor.dtype, device=tensor.device)
-            if is_real:
+            value = unusable_value(tensor)
+            if value.is_floating_point():
                 value.requires_grad_()
                 value.register_hook(_raise_skipped_block)  # type: ignore[no-untyped-call]
             tensor = value.expand(tensor.shape)
-        return tensor if self._received.items < 0 else (tensor, *[None] * (self._received.items - 1))
+        if self._received.items < 0:
+            return tensor
+        return tensor, *[None] * (self._received.items - 1)
+
+
+def unusable_value(like: Tensor) -> Tensor:
+    """A scalar of the same dtype and device as `like` that reveals accidental use: NaN; 0 for integers."""
+    value = torch.nan if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _raise_skipped_block(_gradient: Tensor) -> None:
@@ -352,7 +360,7 @@ def leaves_of(root: Any) -> set[Tensor]:
     """The leaf tensors that a backward pass from `root` reaches."""
     leaves: set[Tensor] = set()
     seen: set[Any] = set()
-    nodes = [root.grad_fn] if isinstance(root, Tensor) else []
+    nodes = [getattr(root, "grad_fn", None)]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

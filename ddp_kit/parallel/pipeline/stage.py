@@ -97,14 +97,16 @@ class Stage(PipelineStage):
         """
         if self.is_last:
             return []
-        tensor, items = self._outputs[fwd_chunk_id].tensor, self._outputs[fwd_chunk_id].items
+        output = self._outputs[fwd_chunk_id]
+        tensor = output.tensor
         if tensor.dtype not in _DTYPES or tensor.ndim > _DIMENSIONS:
             raise LossError(
                 f"a pipeline stage cannot send a tensor of dtype {tensor.dtype} with {tensor.ndim} dimensions",
                 "make the blocks return tensors of dtype float32, float64, bfloat16, float16, int64 or int32, with at "
                 f"most {_DIMENSIONS} dimensions",
             )
-        self._send_header(items, int(tensor.requires_grad), _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape)
+        dtype = _DTYPES.index(tensor.dtype)
+        self._send_header(output.items, int(tensor.requires_grad), dtype, tensor.ndim, *tensor.shape)
         return [self._operation(dist.isend, tensor.detach().contiguous(), self.stage_index + 1)]
 
     # --- Backward -----------------------------------------------------------------------------------------------------
@@ -134,7 +136,9 @@ class Stage(PipelineStage):
         received = self._inputs.pop(bwd_chunk_id, None)
         if received is None or not received.tensor.requires_grad:
             return []
-        gradient = torch.zeros_like(received.tensor) if received.tensor.grad is None else received.tensor.grad
+        gradient = received.tensor.grad
+        if gradient is None:
+            gradient = torch.zeros_like(received.tensor)
         return [self._operation(dist.isend, gradient.contiguous(), self.stage_index - 1)]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -182,5 +186,6 @@ class Stage(PipelineStage):
 
 def move(operations: list[dist.P2POp]) -> None:
     """Run sends and receives, and wait until they are complete."""
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.world import World, host_group, random_states_kept, seed_pass
-from ddp_kit.errors import ConfigError, LossError
+from ddp_kit.errors import LossError
+from ddp_kit.model.names import refuse
 from ddp_kit.parallel.fsdp import FsdpUnits, check_dtypes, equal_batches, fit_whole_on_all_ranks, shard_unit
 from ddp_kit.parallel.pipeline.buffers import PipelineBuffers
 from ddp_kit.parallel.pipeline.model import (
@@ -33,14 +34,27 @@ from ddp_kit.parallel.pipeline.model import (
     holders_before_first_pass,
     leaves_of,
     sharded_parameters,
+    unusable_value,
 )
 from ddp_kit.parallel.pipeline.stage import Stage
-from ddp_kit.parallel.shards import Shards
-from ddp_kit.parallel.strategy import NO_OPTIONS, Options, Strategy, broadcast, shared_buffers, sizes_of, stored
+from ddp_kit.parallel.shards import Shards, check_dense_gradients
+from ddp_kit.parallel.strategy import (
+    NO_OPTIONS,
+    Options,
+    Strategy,
+    broadcast,
+    shared_buffers,
+    sizes_of,
+    state_with_pieces,
+    stored,
+    total_norm,
+    trained,
+)
 from ddp_kit.parallel.tensor import (
     is_divided,
     local_tensor,
     piece_of_dtensor,
+    pieces_of_dtensors,
     reduced_gradient,
     split_layers,
     tensor_plan,
@@ -102,7 +116,8 @@ class PipelineStrategy(Strategy):
         self.sizes = sizes = sizes_of(config, world.world_size)
         # This rank's coordinates. The first one is the index of its stage.
         self._stage_index, self._replica, self._shard, self._tensor = sizes.coordinates(world.rank)
-        self.data_ranks, self.data_rank = sizes.data, self._replica * sizes.shard + self._shard
+        self.data_ranks = sizes.data
+        self.data_rank = self._replica * sizes.shard + self._shard
         self.contributes = self._stage_index == sizes.pipeline - 1 and self._tensor == 0
         self.replicas = tuple(
             [sizes.rank(stage, replica, shard, tensor) for replica in range(sizes.replicate)]
@@ -144,39 +159,25 @@ class PipelineStrategy(Strategy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        if self.config.share_gpus and self.world.device.type == "cuda":
-            raise ConfigError(
-                "parallel.share_gpus is not supported with a pipeline: gloo cannot send tensors that are on a GPU",
-                "start as many ranks as there are GPUs, or run on the CPU with CUDA_VISIBLE_DEVICES=''",
-            )
+        self._check_own_gpus("a pipeline: gloo cannot send tensors that are on a GPU")
         chain_of(model, self.config)
-        norms = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
-        if norms:
-            raise ConfigError(
-                f"a pipeline cannot train BatchNorm, whose statistics depend on the micro-batches: {some(norms)}",
-                "use LayerNorm, GroupNorm or RMSNorm, or parallel='ddp'",
-            )
-        embeddings = nn.Embedding | nn.EmbeddingBag
-        sparse = [name for name, module in model.named_modules() if isinstance(module, embeddings) and module.sparse]
-        if sparse:
-            raise ConfigError(
-                f"a pipeline does not support modules with sparse gradients: {some(sparse)}",
-                "remove sparse=True, or use parallel='ddp'",
-            )
+        refuse(
+            [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)],
+            "a pipeline cannot train BatchNorm, whose statistics depend on the micro-batches",
+            "use LayerNorm, GroupNorm or RMSNorm, or parallel='ddp'",
+        )
+        check_dense_gradients(model, "a pipeline")
 
     def setup(self, model: nn.Module) -> None:
         self.model = model
         self._chain = chain = chain_of(model, self.config)
         if self.replaces_parameters:
-            sizes = {name: getattr(self.sizes, name) for name in ("pipeline", "replicate", "shard", "tensor")}
-            self._mesh = init_device_mesh(self.world.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+            self._mesh = self.sizes.mesh(self.world.device.type, "pipeline", "replicate", "shard", "tensor")
         self._distribute(model)  # may replace parameters
         self._stage_model = StageModel(model, chain, self._stage_index)
         self._holders, self._outer = holders_before_first_pass(model, chain)
-        self.parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
-        pieces = {
-            parameter: piece for parameter in model.parameters() if (piece := piece_of_dtensor(parameter)) is not None
-        }
+        self.parameters = trained(model.parameters())
+        pieces = pieces_of_dtensors(model)
         self._shards = Shards(pieces, {parameter: name for name, parameter in model.named_parameters()})
         self._whole = {shard: whole for whole, shard in self._shards.of.items()}
         self._sharded = {parameter for parameter in pieces if is_divided(parameter, "shard")}
@@ -186,12 +187,13 @@ class PipelineStrategy(Strategy):
 
     def _distribute(self, model: nn.Module) -> None:
         """Move and divide the model block by block, so that no rank ever holds all of it on its device."""
-        chain, config = self._chain, self.config
-        blocks, stage_blocks = chain.blocks(model), chain.stages[self._stage_index]
+        chain = self._chain
+        blocks = chain.blocks(model)
+        stage_blocks = chain.stages[self._stage_index]
         holders, _ = holders_before_first_pass(model, chain)
         shared = {parameter for parameter, stages in holders.items() if len(stages) > 1}
         unsharded = {*model.parameters()} - sharded_parameters(model, chain).keys()
-        plan = tensor_plan(model, config) if self.sizes.tensor > 1 else {}
+        plan = tensor_plan(model, self.config) if self.sizes.tensor > 1 else {}
         for number, (name, block) in enumerate(zip(chain.names, blocks, strict=True)):
             self._put_on_device([parameter for parameter in block.parameters() if parameter not in shared], holders)
             if number in stage_blocks and plan:
@@ -208,17 +210,17 @@ class PipelineStrategy(Strategy):
         broadcast(model.buffers())
         if self.sizes.shard > 1:
             sharded = [parameter for parameter in model.parameters() if is_divided(parameter, "shard")]
-            trained = [parameter for parameter in sharded if parameter.requires_grad]
-            reshard = config.reshard_after_forward
-            gathered = fit_whole_on_all_ranks(sharded, self.world) if reshard == "auto" else not reshard
+            reshard = self.config.reshard_after_forward
+            if reshard == "auto":
+                reshard = not fit_whole_on_all_ranks(sharded, self.world)
             units: list[Any] = [blocks[number] for number in stage_blocks]
             self._root = _StageRoot(units)
             shard_unit("", self._root, self._mesh, "", ignored_params=unsharded)
             self._units = FsdpUnits(
                 units,
-                whole_gradients=fit_whole_on_all_ranks(trained, self.world),
+                whole_gradients=fit_whole_on_all_ranks(trained(sharded), self.world),
                 replicated=self.sizes.replicate > 1,
-                gathered=gathered,
+                gathered=not reshard,
             )
 
     @torch.no_grad()
@@ -284,10 +286,11 @@ class PipelineStrategy(Strategy):
                 self._optimizer.state.pop(self._optimizer_parameter(parameter), None)
 
     def local_parameters(self) -> list[Tensor]:
-        tensors = [
-            (self._optimizer_parameter(parameter).detach(), stages) for parameter, stages in self._holders.items()
-        ]
-        return [tensor if self._stage_index in stages else tensor.new_zeros(1) for tensor, stages in tensors]
+        tensors = []
+        for parameter, stages in self._holders.items():
+            tensor = self._optimizer_parameter(parameter).detach()
+            tensors.append(tensor if self._stage_index in stages else tensor.new_zeros(1))
+        return tensors
 
     # --- Optimizer step -----------------------------------------------------------------------------------------------
 
@@ -406,33 +409,31 @@ class PipelineStrategy(Strategy):
         self._reshard()
         self.buffers.check_passes()
         self._check_foreign(parameter for parameter in self.parameters if parameter.grad is not None)
-        names = self.parameter_names()
-        without_gradient: list[str] = []
+        missing: list[nn.Parameter] = []
         by_holders: dict[tuple[int, ...], list[Tensor]] = {}
         for parameter in self.parameters:
             if self._stage_index not in self._holders[parameter]:
                 continue
-            if parameter.grad is None:
-                without_gradient += [names[id(parameter)]] if self._has_passes else []
-                gradient = torch.zeros_like(self._optimizer_parameter(parameter))
-            else:
-                gradient = reduced_gradient(parameter.grad, parameter)
-            self._optimizer_parameter(parameter).grad = gradient
+            updated = self._optimizer_parameter(parameter)
+            gradient = reduced_gradient(parameter.grad, parameter)
+            if gradient is None:
+                missing.append(parameter)
+                gradient = torch.zeros_like(updated)
+            updated.grad = gradient
             if parameter not in self._sharded:  # FSDP has reduced the others
                 by_holders.setdefault(self._holders[parameter], []).append(gradient)
         for stages in sorted(by_holders):  # the same order on all ranks, because groups overlap
-            if (group := self._groups[stages]) is not None:
+            group = self._groups[stages]
+            if group is not None:
                 for bucket in self._buckets(by_holders[stages]):
                     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
                     dist.all_reduce(flat, group=group)
                     sums = torch.split(flat, [gradient.numel() for gradient in bucket])
                     for gradient, total in zip(bucket, sums, strict=True):
                         gradient.copy_(total.view_as(gradient))
-        if without_gradient:
-            raise LossError(
-                f"{some(without_gradient)} got no gradient in a step, but a pipeline needs the gradients of all "
-                "trained parameters",
-                "use these parameters in the loss, or freeze them (requires_grad=False) before creating the Trainer",
+        if self._has_passes:
+            self._check_gradients(
+                missing, "got no gradient in a step, but a pipeline needs the gradients of all trained parameters"
             )
 
     def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -450,11 +451,12 @@ class PipelineStrategy(Strategy):
 
     def _check_foreign(self, used: Iterable[nn.Parameter]) -> None:
         """Raise `LossError` for weights that this rank has used but does not hold."""
-        names = self.parameter_names()
-        foreign = [names[id(parameter)] for parameter in used if self._stage_index not in self._holders[parameter]]
+        foreign = [parameter for parameter in used if self._stage_index not in self._holders[parameter]]
         if foreign:
+            names = self.parameter_names()
+            listed = some([names[id(parameter)] for parameter in foreign])
             raise LossError(
-                f"stage {self._stage_index} (rank {self.world.rank}) used {some(foreign)}, which it does not hold: "
+                f"stage {self._stage_index} (rank {self.world.rank}) used {listed}, which it does not hold: "
                 "besides the weights of its own blocks, a stage has only those that it used in the run's first pass",
                 "use weights only inside the model's blocks, and the same weights in every pass; or use "
                 "parallel='fsdp', where every rank can use all weights",
@@ -466,13 +468,9 @@ class PipelineStrategy(Strategy):
 
     def grad_norm(self) -> Tensor:
         """The 2-norm of the gradients of a replica; each value counts once, however many ranks hold it."""
-        gradients = [
-            gradient
-            for parameter in self.parameters
-            if (gradient := self._optimizer_parameter(parameter).grad) is not None and self._is_first_holder(parameter)
-        ]
+        counted = [self._optimizer_parameter(each) for each in self.parameters if self._is_first_holder(each)]
         exact = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        square = nn.utils.get_total_norm(gradients).to(self.world.device, exact).square()
+        square = total_norm(counted, self.world.device).to(exact).square()
         dist.all_reduce(square, group=self._replica_group)
         return square.sqrt()
 
@@ -493,28 +491,25 @@ class PipelineStrategy(Strategy):
     # --- Evaluation and prediction ------------------------------------------------------------------------------------
 
     def evaluation(self, batches: Iterable[tuple[int, T]], filler_batch: Callable[[], T]) -> Iterator[tuple[int, T]]:
-        # Run a collective: a rank may end an evaluation alone only if it counts no collectives (trainer/evaluation.py).
-        dist.all_reduce(torch.zeros((), device=self.world.device), group=self._replica_group)
+        if self.equal_passes:
+            batches = equal_batches(batches, filler_batch, self.world)
         try:
-            yield from equal_batches(batches, filler_batch, self.world) if self.equal_passes else batches
+            yield from batches
         finally:
             self._reshard()
 
     # --- State --------------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        state = self.model.state_dict(keep_vars=True)
-        pieces: dict[int, Piece] = {}
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
-            if id(value) not in pieces:
-                if isinstance(value, nn.Parameter):
-                    pieces[id(value)] = self._piece(value)
-                elif (stage := self.buffers.stage_of(name)) is not None:
-                    pieces[id(value)] = self._piece_on(value, value.shape, (stage,))
-            state[name] = pieces.get(id(value), value.detach())  # tied weights are stored once
-        return state
+        return state_with_pieces(self.model, self._piece_in_model)
+
+    def _piece_in_model(self, name: str, value: Tensor) -> Piece | None:
+        if isinstance(value, nn.Parameter):
+            return self._piece(value)
+        stage = self.buffers.stage_of(name)
+        if stage is None:
+            return None
+        return self._piece_on(value, value.shape, (stage,))
 
     def _piece(self, parameter: nn.Parameter) -> Piece:
         """The part of a parameter that this rank holds; an empty piece of the same dtype if it holds none."""
@@ -534,8 +529,10 @@ class PipelineStrategy(Strategy):
         return super().parameter_names() | self._shards.names
 
     def piece_of(self, parameter: Tensor) -> Piece | None:
-        whole = self._whole.get(parameter, parameter)
-        return self._piece(whole) if whole in self._holders else None  # type: ignore[arg-type]
+        whole: Any = self._whole.get(parameter, parameter)
+        if whole not in self._holders:
+            return None
+        return self._piece(whole)
 
     @torch.no_grad()
     def load_model_state(self, state: dict[str, Any]) -> None:
@@ -544,19 +541,20 @@ class PipelineStrategy(Strategy):
             for name, value in self.model.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor) and not is_extra_state(name)
         }
-        for name, value in state.items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                continue
+        for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 is_here = self._stage_index in self._holders[tensor]
             else:
                 is_here = self.buffers.stage_of(name) in (None, self._stage_index)
-            if is_here:
+            if is_here and name in state:
+                value = state[name]
                 part = piece_of_dtensor(tensor)
-                saved = part.of(value) if part is not None else value.tensor if isinstance(value, Piece) else value
+                if part is not None:
+                    value = part.of(value)
+                elif isinstance(value, Piece):
+                    value = value.tensor
                 memory = stored(local_tensor(tensor))
-                memory.copy_(saved[tuple(slice(size) for size in memory.shape)])
+                memory.copy_(value[tuple(slice(size) for size in memory.shape)])
         others = {name: value for name, value in state.items() if name not in tensors}
         self.model.load_state_dict(others, strict=False)
 
@@ -575,10 +573,11 @@ class PipelineStrategy(Strategy):
         names = self.parameter_names()
         for parameter in self._outer:
             users = saved["users"].get(names[id(parameter)])
-            if users is not None:
-                if not users or not set(users) <= set(range(self.sizes.pipeline)):
-                    raise ValueError("each weight must be assigned to one or more existing ranks of the pipeline")
-                self._keep_on(parameter, tuple(users))
+            if users is None:
+                continue
+            if not users or not set(users) <= set(range(self.sizes.pipeline)):
+                raise ValueError("each weight must be assigned to one or more existing ranks of the pipeline")
+            self._keep_on(parameter, tuple(users))
         self._drop_optimizer_state()
 
     def optimizer_form(self, optimizer: Optimizer) -> Any:
@@ -608,9 +607,11 @@ class PipelineStrategy(Strategy):
         stages = self._holders[parameter]
         if self._stage_index in stages:
             value = state[number][name]
-            return value if isinstance(value, Piece) else self._piece_on(value, form["shape"], stages)
-        device = self.world.device if form["on_device"] else torch.device("cpu")
-        value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
+            if isinstance(value, Piece):
+                return value
+        else:
+            device = self.world.device if form["on_device"] else "cpu"
+            value = torch.empty(0, dtype=getattr(torch, form["dtype"]), device=device)
         return self._piece_on(value, form["shape"], stages)
 
     def local_optimizer_state(self, state: dict[int, Any]) -> dict[int, Any]:
@@ -643,5 +644,4 @@ def _new_group(groups_of_ranks: list[list[int]], backend: str | None = None) -> 
 def _free(parameter: nn.Parameter) -> None:
     """Free a parameter's memory. The parameter keeps its shape, and its values become NaN to reveal accidental use."""
     part = memory_of(parameter)
-    kind = torch.nan if part.is_floating_point() else 0
-    part.data = torch.full((), kind, dtype=part.dtype, device=part.device).expand(part.shape)
+    part.data = unusable_value(part).expand(part.shape)

@@ -53,12 +53,15 @@ def save() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     parts = [part.state_dict() for part in (*nets, *optimizers)]
     state = {"parts": parts, "step": step, "random": torch.get_rng_state()}
+    temporary = folder / "checkpoint.tmp"
+    if os.environ["LOCAL_RANK"] != "0":  # ranks do not wait for each other
+        temporary = folder / f"checkpoint-{os.environ['LOCAL_RANK']}.tmp"
     if what == "opens":
-        with (folder / "checkpoint.tmp").open("wb") as stream:
+        with temporary.open("wb") as stream:
             torch.save(state, stream)
     else:
-        torch.save(state, folder / "checkpoint.tmp")
-    (folder / "checkpoint.tmp").replace(file)
+        torch.save(state, temporary)
+    temporary.replace(file)
 
 
 for _ in itertools.count() if what == "ignores_sigterm" else range(step, 6 if what == "ends_early" else 100):
