@@ -59,6 +59,7 @@ docs: $(DOCS)    ## the generated pages, and the documentation site in build/sit
 	$(BIN)/python docs/tools/recipes.py
 	$(BIN)/python docs/tools/api.py
 	$(BIN)/python docs/tools/layers.py
+	$(BIN)/python docs/tools/mistakes_page.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 placement: $(ALL) ## every placement against one process, in float64: the table of docs/placement.md
