@@ -110,7 +110,10 @@ class Restarts:
         if times > IDENTICAL_FAILURES:
             return GiveUp(f"not restarted again: the same failure occurred {times} times in a row without progress")
         self.count += 1
-        return Restart(self._description(), self._wait())
+        description = f"restart {self.count} ({self._failures} of {self._max_restarts} since step {self._since})"
+        if self.count == self._failures:
+            description = f"restart {self.count} of {self._max_restarts}"
+        return Restart(description, self._wait())
 
     def _count_alike(self, first: Failure) -> int:
         """Return how many times in a row this failure has occurred.
@@ -148,11 +151,6 @@ class Restarts:
             return 0.0
         doublings = min(self._crashes, 10) - 2  # with more doublings, the wait would exceed MAX_WAIT anyway
         return min(MAX_WAIT, 2.0**doublings)
-
-    def _description(self) -> str:
-        if self.count == self._failures:
-            return f"restart {self.count} of {self._max_restarts}"
-        return f"restart {self.count} ({self._failures} of {self._max_restarts} since step {self._since})"
 
 
 def _kind_of_error(first: Failure) -> str:
@@ -521,7 +519,11 @@ class Job:
             return None
         self._restarts.round_ended(combined_steps(round_.steps), self._now - round_.began)
         if round_.faulty is not None and round_.faulty != HOST and len(self._nodes) > self._limits.min_nodes:
-            return self._exclude(round_.faulty)
+            # The next round starts without the node on which a rank computes wrong gradients.
+            failure = next(failure for failure in round_.failures if failure.faulty)
+            self._lose(round_.faulty, f"{self._nodes[round_.faulty].name} was excluded from the job: {failure}")
+            dismissed = Dismiss(round_.faulty, Outcome((failure,)))
+            return [dismissed, *self._start_round_after_loss(round_.why_lost)]
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
@@ -531,12 +533,6 @@ class Job:
         if not round_.failures:
             return self._end(Outcome(lost="all workers were stopped, and no node reported a failure"))
         return self._after_failure(tuple(round_.failures))
-
-    def _exclude(self, number: int) -> list[Order]:
-        """Start the next round without the node on which a rank computes wrong gradients."""
-        failure = next(failure for failure in self._round.failures if failure.faulty)
-        self._lose(number, f"{self._nodes[number].name} was excluded from the job: {failure}")
-        return [Dismiss(number, Outcome((failure,))), *self._start_round_after_loss(self._round.why_lost)]
 
     def _too_few(self) -> bool:
         return len(self._nodes) < self._limits.min_nodes or HOST not in self._nodes

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from string import Template
 from types import MappingProxyType
@@ -194,16 +194,11 @@ class Plan:
             local_ranks_filter = frozenset(int(rank) for rank in ranks.split(",") if ranks)
         except ValueError:
             raise UsageError(f"--local-ranks-filter {ranks} is not a list of numbers", "for example: 0,1,2") from None
-        return Logs(
-            log_dir=settings["log_dir"],
-            redirects=settings["redirects"],
-            tee=settings["tee"],
-            local_ranks_filter=local_ranks_filter,
-            log_line_prefix_template=settings["log_line_prefix_template"],
-            duplicate_stdout_filters=tuple(settings["duplicate_stdout_filters"]),
-            duplicate_stderr_filters=tuple(settings["duplicate_stderr_filters"]),
-            logs_specs=settings["logs_specs"],
-        )
+        given = {field.name: settings[field.name] for field in fields(Logs)}
+        given["local_ranks_filter"] = local_ranks_filter
+        for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+            given[name] = tuple(settings[name])
+        return Logs(**given)
 
     @property
     def command(self) -> tuple[str, ...]:

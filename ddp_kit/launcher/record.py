@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,21 +78,6 @@ class RoundFile:
             os.close(self._descriptor)
             self._descriptor = None
         self._path.unlink(missing_ok=True)
-
-
-def records() -> Iterator[tuple[int, RoundRecord]]:
-    """Yield the rounds that this user's launchers are running on this machine, each with the launcher's process id."""
-    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda process: int(process.name)):
-        with suppress(OSError):  # the process has ended, or belongs to another user
-            if process.stat().st_uid == os.geteuid():
-                yield from ((int(process.name), record) for record in _records_of(process))
-
-
-def _records_of(process: Path) -> Iterator[RoundRecord]:
-    for descriptor in os.scandir(process / "fd"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # just closed, or not yet written completely
-            if os.readlink(descriptor.path).endswith(f"/{ROUND_FILE}"):  # noqa: PTH115
-                yield RoundRecord.read(Path(descriptor.path).read_text())
 
 
 # --- Run record -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Read the current state of the jobs on this machine or on other hosts: heartbeats, memory and GPU usage."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -15,9 +16,9 @@ import psutil
 from pydantic import TypeAdapter
 
 from ddp_kit.devices.gpus import GpuUsage, gpu_usage
-from ddp_kit.env import noted_record_folders
+from ddp_kit.env import ROUND_FILE, noted_record_folders
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
-from ddp_kit.launcher.record import RoundRecord, WorkerRecord, records
+from ddp_kit.launcher.record import RoundRecord, WorkerRecord
 
 # --- Jobs on this machine ---------------------------------------------------------------------------------------------
 
@@ -253,3 +254,14 @@ def _read(host: str) -> tuple[JobReading, ...] | str:
         return f"{host}: no answer within {_SECONDS:.0f} s"
     except ValueError:
         return f"{host}: the host's ddpkit prints a different format; install the same version as on this machine"
+
+
+def records() -> Iterator[tuple[int, RoundRecord]]:
+    """Yield the rounds that this user's launchers are running on this machine, each with the launcher's process id."""
+    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda process: int(process.name)):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            if process.stat().st_uid == os.geteuid():
+                for descriptor in os.scandir(process / "fd"):
+                    with suppress(OSError, ValueError, TypeError, KeyError):  # just closed, or not complete yet
+                        if os.readlink(descriptor.path).endswith(f"/{ROUND_FILE}"):  # noqa: PTH115
+                            yield int(process.name), RoundRecord.read(Path(descriptor.path).read_text())

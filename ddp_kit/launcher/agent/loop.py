@@ -102,7 +102,11 @@ class Agent:
         if isinstance(item, StartWorkers):
             self._start_workers(item)
         elif isinstance(item, Stop):
-            self._on_stop(item)
+            if item.round == self._round != self._latest_reported:
+                if self._workers is not None and not item.may_save:
+                    self._workers.stop_after_failure()
+                self._stop_workers()
+                self._report_stopped(State.STOPPED)
         elif isinstance(item, Pause):
             self._print_reason(item.why)
         elif isinstance(item, End):
@@ -200,13 +204,6 @@ class Agent:
         else:
             workers.record_end(Outcome())
             self._report(State.DONE, ended_well=workers.ended_well())
-
-    def _on_stop(self, order: Stop) -> None:
-        if order.round == self._round != self._latest_reported:
-            if self._workers is not None and not order.may_save:
-                self._workers.stop_after_failure()
-            self._stop_workers()
-            self._report_stopped(State.STOPPED)
 
     def _stop_workers(self) -> None:
         """Stop the workers if they are still running."""

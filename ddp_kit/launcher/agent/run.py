@@ -7,13 +7,13 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ddp_kit.env import ERROR_FILE, RUN_FOLDER_PREFIX, VERDICT_FILE
 from ddp_kit.errors import LaunchError, UsageError
@@ -103,7 +103,13 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
         result = agent.run()
     finally:
         link.close()
-    _hand_on_error_file(agent.recorded_failures())
+    failures = agent.recorded_failures()
+    if failures and os.environ.get(
+        ERROR_FILE
+    ):  # another launcher started this one: pass on the first, as torchrun does
+        first = min(failures, key=lambda failure: failure.timestamp)
+        if Path(first.error_file).exists():
+            get_error_handler().dump_error_file(first.error_file, first.exitcode)
     return result
 
 
@@ -181,14 +187,6 @@ def _handle_signals(names: tuple[str, ...], inbox: Inbox, print_message: PrintMe
             signal.signal(signal.Signals[name], inbox.on_stop_signal)
         except (KeyError, ValueError, OSError):  # no such signal, or one that cannot be handled
             print_message(f"--signals-to-handle: {name} cannot be handled and is ignored")
-
-
-def _hand_on_error_file(failures: Collection[ProcessFailure]) -> None:
-    """If another launcher started this one, pass on the error file of the first failure to it, as torchrun does."""
-    if failures and os.environ.get(ERROR_FILE):
-        first = min(failures, key=lambda failure: failure.timestamp)
-        if Path(first.error_file).exists():
-            get_error_handler().dump_error_file(first.error_file, first.exitcode)
 
 
 # --- Run folder -------------------------------------------------------------------------------------------------------

@@ -103,7 +103,11 @@ class _Kept:
         """Fork a launcher for each request. Returns in a forked launcher, or None at the end of this process."""
         deadline = time.monotonic() + self._first.seconds
         launches = 0
-        while time.monotonic() < deadline and self._is_wanted():
+        program = self._request.program
+        # A system may remove the socket when the user logs out.
+        while time.monotonic() < deadline and self._address.exists():
+            if not program.module and not Path(program.name).exists():
+                break
             if not select.select([self._listening], [], [], _LOOK_SECONDS)[0]:
                 continue
             with (
@@ -120,11 +124,6 @@ class _Kept:
                 deadline = time.monotonic() + self._first.seconds
         self._address.unlink(missing_ok=True)
         return None
-
-    def _is_wanted(self) -> bool:
-        """Whether the script and the socket still exist; a system may remove the socket when the user logs out."""
-        program = self._request.program
-        return self._address.exists() and (program.module or Path(program.name).exists())
 
     def _answer(self, connection: Connection) -> tuple[Launch | None, bool]:
         """Answer a client. Returns the launch in a forked launcher, and whether this process continues."""
