@@ -112,3 +112,9 @@ def test_classes_and_functions_that_a_page_names_exist(page: Path) -> None:
     names = {span for passage in passages(page) for span in SPAN.findall(passage) if OWN.fullmatch(span)}
     assert len(names) > 20
     assert not sorted(names - known() - OTHERS)
+
+
+def test_drawing_of_the_rooms_has_every_folder() -> None:
+    drawing = PAGES[0].read_text().partition("```text\nddp_kit/\n")[2].partition("```")[0]
+    folders = [path.parent.name for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
+    assert sorted(re.findall(r"[├└]─ (\w+)/", drawing)) == sorted(folders)
