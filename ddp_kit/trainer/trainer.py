@@ -166,7 +166,7 @@ class Trainer:
         """The number of optimizer steps in the whole run.
 
         Without `max_steps`, it is None before `fit`, and always None for a stream. If the length of an epoch could not
-        be known in advance (see docs/training.md), the number changes when that epoch begins.
+        be known in advance (see docs/data.md), the number changes when that epoch begins.
         """
         return self._total_steps
 

@@ -137,11 +137,33 @@ def test_links_in_documents_lead_to_files(document: Path) -> None:
 
 
 def test_table_of_log_rows_has_every_field() -> None:
-    table = (ROOT / "docs" / "training.md").read_text().partition("| `LogRow` |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs" / "evaluation.md").read_text().partition("| `LogRow` |")[2].partition("\n\n")[0]
     listed = [
         name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.partition("|")[2].partition("|")[0])
     ]
     assert sorted(listed) == sorted(each.name for each in fields(LogRow))
+
+
+FIGURES = {  # row of README.md -> beginnings of the rows of RESULTS.md that have its figures
+    "first launch": ("first all_reduce, s | 8 |",),
+    "second launch": ("torch | first all_reduce, s |",),
+    "restart": ("restart, s | 8 |",),
+    "a small step": ("step, ms | tiny MLP | 1 | 1 |",),
+    "a step on a GPU": ("train | GPT, 1 rank, by hand", "| GPT, 1 rank,"),
+    "a save": ("| 2000 MB, ddpkit", "| 2000 MB, torch.save"),
+}
+
+
+def test_measured_figures_of_the_readme_are_those_of_the_results() -> None:
+    text = re.sub(" +", " ", (ROOT / "benchmarks" / "RESULTS.md").read_text())
+    table = (ROOT / "README.md").read_text().partition("| measured |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(FIGURES)
+    for line, (label, beginnings) in zip(table, FIGURES.items(), strict=True):
+        assert line.startswith(f"| {label}")
+        measured = [row for row in text.splitlines() if row.startswith(tuple(f"| {each}" for each in beginnings))]
+        figures = re.findall(r"\d+\.\d+|\d+ to \d+", line)
+        assert len(figures) > 1
+        assert not set(figures) - set(re.findall(r"\d+\.\d+|\d+ to \d+", " ".join(measured))), line
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

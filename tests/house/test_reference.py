@@ -70,6 +70,11 @@ def test_recipes_page_shows_code_of_the_recipes() -> None:
         assert any(block in text or indent(block, "    ") in text for text in recipes), block
 
 
+def test_tables_of_mistakes_are_those_of_the_tests() -> None:
+    text = (DOCS / "mistakes.md").read_text()
+    assert tool("mistakes_page").updated(text) == text, "run `make docs`, which writes the tables"
+
+
 def test_types_of_settings_equal_the_configuration() -> None:
     text = (ROOT / "ddp_kit" / "config" / "types.py").read_text()
     assert tool("settings").types() == text, "run `make docs`, which writes config/types.py"

@@ -1,33 +1,28 @@
-"""Each mistake of the table in docs/mistakes.md gets the message that is there, without a traceback."""
+"""Each mistake of the table in tests/mistakes.py gets its message at one rank, without a traceback."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ddp_kit import DdpKitError
 from ddp_kit.uncaught import show_without_traceback
-from tests.programs import mistakes
-from tests.programs.mistakes import ALONE, documented, of_two_ranks, told
-
-ROWS = documented()
+from tests.programs.mistakes import Mistake, at, told
 
 
-@pytest.mark.parametrize(("what", "make"), ALONE.items(), ids=[*ALONE])
-def test_mistake_gets_its_documented_message(
-    what: str,
-    make: Callable[[], object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("mistake", at(1), ids=str)
+def test_mistake_gets_its_message(
+    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DdpKitError) as caught:
-        make()
-    # At two ranks, and in the document, mistakes.py is a program of its own.
-    assert tuple(text.replace(f"{mistakes.__name__}.", "mistakes.") for text in told(caught.value)) == ROWS[what]
+        mistake.make()
+    # At two ranks, mistakes.py is a program of its own.
+    assert tuple(text.replace("tests.programs.mistakes.", "mistakes.") for text in told(caught.value)) == (
+        mistake.message,
+        mistake.hint,
+    )
     capsys.readouterr()
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     show_without_traceback()
@@ -36,7 +31,3 @@ def test_mistake_gets_its_documented_message(
     assert shown.startswith("ddpkit: error")
     assert str(caught.value) in shown
     assert "Traceback" not in shown
-
-
-def test_table_of_mistakes_has_exactly_these_mistakes() -> None:
-    assert list(ROWS) == [*ALONE, *of_two_ranks(0)]

@@ -256,7 +256,7 @@ def test_checkpoint_restores_an_optimizer_with_an_unusual_state(tmp_path: Path) 
 
 
 class Hidden(Callback):
-    """As docs/training.md says: the state of a recurrent network, carried from batch to batch."""
+    """As docs/callbacks.md says: the state of a recurrent network, carried from batch to batch."""
 
     state_per_rank = True
     value: Tensor | None = None
