@@ -1,4 +1,4 @@
-"""Callbacks: the base class `Callback`, loggers, and ready-made callbacks."""
+"""Callbacks: callback.py has the base class `Callback`, rows.py that of loggers; each other file has one callback."""
 
 from ddp_kit.callbacks.callback import Callback, Gradients
 from ddp_kit.callbacks.csv_logger import CSVLogger

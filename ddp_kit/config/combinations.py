@@ -5,7 +5,7 @@ the setting does not have its default value. Some rows end with what a Trainer g
 several updates; the Trainer reads these.
 
 What depends on the model, the device or the number of ranks is checked where that is known: `Strategy.check` in
-ddp_kit/parallel, `memory/choose.py`, `precision.py`.
+ddp_kit/parallel, `memory/checks.py`, `precision.py`.
 """
 
 from collections.abc import Iterator

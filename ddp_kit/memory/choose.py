@@ -25,14 +25,11 @@ from torch.optim import Optimizer
 from ddp_kit.config import combinations
 from ddp_kit.config.settings import AUTO, MemoryConfig, ParallelConfig, TrainerConfig
 from ddp_kit.distributed.world import World, gathered
-from ddp_kit.env import PlanRequest
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory, plan_memory, tensor_size
-from ddp_kit.memory.measure import bytes_of, measured_without_pass, state_to_come
-from ddp_kit.model.modes import sparse_weights
-from ddp_kit.parallel import Strategy
-from ddp_kit.texts import distinct_sizes, size_text
+from ddp_kit.memory.measure import measured_without_pass
+from ddp_kit.texts import size_text
 
 _WORTH_IT = 0.98  # advise only what needs at most this fraction of the bytes of the current or a cheaper placement
 _RECOMPUTED = {"activation_checkpointing": "blocks"}
@@ -241,158 +238,6 @@ def first_that_fits(config: TrainerConfig, model: nn.Module, world: World) -> Tr
     for message, instead in combinations.problems(placed):
         raise ConfigError(message, instead)
     return placed
-
-
-# --- `ddpkit plan` ----------------------------------------------------------------------------------------------------
-
-
-class PlanPrinted(SystemExit):  # a normal exit of the script, not an error
-    """Raised to end the script after `ddpkit plan` has printed the plan."""
-
-
-def described(model: ModelMemory, config: TrainerConfig, asked: PlanRequest, micro_batch: int) -> str:
-    """The full output of `ddpkit plan`."""
-    config, plan, lines = planned(model, config, asked.ranks, asked.memory, asked.per_node)
-    values = sum(row.numel for row in model.rows)
-    title = (
-        f"{values:,} parameters, parallel={config.parallel.strategy!r}, "
-        f"precision={config.precision!r}, micro-batch {micro_batch}"
-    )
-    if config.micro_batch_size == "auto":
-        title += ' (micro_batch_size="auto": planned for one sample)'
-    return "\n".join([*lines, report(model, plan, asked.ranks, asked.memory, asked.per_node, title)])
-
-
-def planned(
-    model: ModelMemory, config: TrainerConfig, ranks: int, device_memory: int | None, per_node: int
-) -> tuple[TrainerConfig, MemoryPlan, list[str]]:
-    """Calculate the memory plan of a configuration. `per_node`: the number of ranks on each node.
-
-    Returns also the configuration, in which ``parallel="auto"`` is replaced by the candidate that it chooses for
-    `device_memory`, or by the last one if none fits; and lines that describe this choice.
-    """
-    chosen = config
-    lines = []
-    if config.parallel.strategy == AUTO and device_memory is not None:
-        # Count the optimizer state as in training, where "auto" chooses before the optimizer has any state.
-        rows = (replace(row, state_per_value=2 * row.itemsize * row.trained) for row in model.rows)
-        whole = ModelMemory(tuple(rows), model.buffers)
-        fits, refused = choose(candidates(whole, config.parallel, config.memory, ranks, device_memory, per_node))
-        last = fits or refused[-1]
-        lines = [f"parallel='auto': {fits or 'no placement fits'}"]
-        lines += [f"  does not fit: {candidate}" for candidate in refused]
-        chosen = config.model_copy(update={"parallel": last.parallel, "memory": last.memory})
-    plan = plan_memory(
-        model,
-        chosen.parallel,
-        ranks,
-        device_memory=device_memory,
-        # The measured pass already recomputes as configured, so only a change by "auto" has to be estimated.
-        checkpointing=float(chosen.memory.activation_checkpointing != config.memory.activation_checkpointing),
-        offload_activations=chosen.memory.offload_activations,
-        offload=chosen.memory.offload,
-    )
-    if config.parallel.strategy == "device_map":
-        problem = "device_map: the plan is for the whole model on one device"
-        plan = replace(plan, problems=(*plan.problems, problem))
-    return chosen, plan, lines
-
-
-def report(model: ModelMemory, plan: MemoryPlan, ranks: int, device_memory: int, per_node: int, title: str) -> str:
-    """Describe a plan as text: a table, whether the plan fits in memory, and if not, what to change."""
-    devices = "on 1 device:" if ranks == 1 else f"on each of {ranks} devices:"
-    lines = [f"{title}; {devices}", str(plan)]
-    lines += [f"  not known: {problem}" for problem in plan.problems]
-    needs, has = distinct_sizes(plan.total, device_memory)
-    known = ""
-    if plan.problems:
-        needs = f"at least {needs}"
-        known = ", as far as is known"
-    if plan.total <= device_memory:
-        lines.append(f"fits: {needs} of {has}{known}")
-        return "\n".join(lines)
-    lines.append(f"does not fit: needs {needs}, but a device has {has}")
-    if found := advice(model, plan, ranks, device_memory, per_node):
-        lines.append("settings that fit, cheapest first:")
-        for candidate in found:
-            line = f"  {candidate.text}: {size_text(candidate.plan.total)}"
-            if candidate.note:
-                line += f" ({candidate.note})"
-            lines.append(line)
-    else:
-        tried = candidates(model, ParallelConfig(), MemoryConfig(), ranks, device_memory, per_node)
-        smallest = min(tried, key=lambda candidate: candidate.plan.total)
-        least_needed = f"{size_text(smallest.plan.total)} with {smallest.text}"
-        lines.append(f"no setting of ddpkit makes it fit; the smallest total is {least_needed}")
-        lines.append("use more devices, a smaller micro_batch_size, or a smaller model")
-    return "\n".join(lines)
-
-
-# --- Checks at the start ----------------------------------------------------------------------------------------------
-
-
-_EXACT = ("ddp", "zero1", "fsdp", "tensor")  # for other strategies the memory per device is not known in advance
-
-
-def check_weights_fit(model: nn.Module, strategy: Strategy) -> None:
-    """Raise `ConfigError` if weights and gradients exceed the memory of the GPU that the model will be moved to."""
-    memory = _memory_to_fit(strategy)
-    if memory is not None and not strategy.replaces_parameters:
-        sparse = sparse_weights(model)
-        dense = [each for each in model.parameters() if each.requires_grad and each not in sparse]
-        trained = sum(map(bytes_of, dense))
-        check_exact_fits(MemoryPlan(sum(map(bytes_of, model.parameters())), trained, 0), memory)
-
-
-def check_fits(model: nn.Module, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer) -> int | None:
-    """Raise `ConfigError` if weights, gradients and optimizer state alone exceed the memory of this rank's GPU.
-
-    Called after `strategy.setup`. `stepped_optimizer`: the optimizer that holds the model's parameters; the same object
-    as `optimizer`, unless `optimizer` holds copies on the host. Returns the sum of these bytes on this rank; None on
-    the CPU, or if unknown.
-    """
-    memory = _memory_to_fit(strategy)
-    if memory is None:
-        return None
-    trained = strategy.parameters
-    if strategy.replaces_parameters:
-        trained = tuple(
-            parameter
-            for group in stepped_optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        )
-    sparse = sparse_weights(model)
-    weights = sum(map(bytes_of, strategy.local_parameters()))
-    gradients = sum(bytes_of(parameter) for parameter in trained if parameter not in sparse)
-    if strategy.parameters_on_host:
-        weights = gradients = 0
-    weights += sum(map(bytes_of, model.buffers()))
-    state = state_to_come(optimizer) if optimizer is stepped_optimizer else 0
-    plan = MemoryPlan(weights, gradients, state)
-    check_exact_fits(plan, memory)
-    return plan.exact
-
-
-def _memory_to_fit(strategy: Strategy) -> int | None:
-    return device_memory(strategy.world.device) if strategy.config.strategy in _EXACT else None
-
-
-def check_exact_fits(plan: MemoryPlan, device_memory: int) -> None:
-    """Raise `ConfigError` if weights, gradients and optimizer state alone do not fit.
-
-    The estimated parts of the plan, such as activations, are ignored.
-    """
-    if plan.exact <= device_memory:
-        return
-    parts = {"weights": plan.weights, "gradients": plan.gradients, "optimizer state": plan.optimizer_state}
-    shown = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-    needed, has = distinct_sizes(plan.exact, device_memory)
-    raise ConfigError(
-        f"the run cannot fit in memory: {shown} per device, in total {needed}, but a device has {has}",
-        '`ddpkit plan` shows which settings fit; parallel="fsdp" divides weights, gradients and optimizer state by the '
-        "number of ranks",
-    )
 
 
 # --- After an out-of-memory error -------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from ddp_kit.distributed import barrier, consistency
 from ddp_kit.distributed.world import World
 from ddp_kit.env import plan_request
 from ddp_kit.heartbeat import Phase
-from ddp_kit.memory.choose import check_fits, check_weights_fit, first_that_fits
+from ddp_kit.memory.checks import check_fits, check_weights_fit
+from ddp_kit.memory.choose import first_that_fits
 from ddp_kit.memory.measure import PeakMemory, config_to_plan
 from ddp_kit.model.activations import Activations
 from ddp_kit.model.compilation import compile_in_place, without_wrappers

@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_kit.errors import DdpKitError, UsageError
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.memory.choose import PlanPrinted
 from ddp_kit.memory.fake import FakeTensors, TensorsOnCpu, is_fake
+from ddp_kit.memory.plan_report import PlanPrinted
 from ddp_kit.texts import first_line
 from ddp_kit.uncaught import show_without_traceback, user_code_location
 

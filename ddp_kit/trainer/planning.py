@@ -13,9 +13,10 @@ from ddp_kit.data.sampler import BatchPlan
 from ddp_kit.distributed.world import World, random_states_kept
 from ddp_kit.env import PlanRequest
 from ddp_kit.errors import ConfigError
-from ddp_kit.memory.choose import PlanPrinted, described, device_memory, planned
+from ddp_kit.memory.choose import device_memory
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.measure import PeakMemory, TrainingPass, measured
+from ddp_kit.memory.plan_report import PlanPrinted, described, planned
 from ddp_kit.texts import first_line
 from ddp_kit.trainer.context import LossFunction, TrainerContext
 from ddp_kit.trainer.updates import Update

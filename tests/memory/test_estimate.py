@@ -9,7 +9,8 @@ import pytest
 
 from ddp_kit import ConfigError, TrainerConfig
 from ddp_kit.config.settings import MemoryConfig, ParallelConfig
-from ddp_kit.memory.choose import Candidate, advice, candidates, check_exact_fits, report
+from ddp_kit.memory.checks import check_exact_fits
+from ddp_kit.memory.choose import Candidate, advice, candidates
 from ddp_kit.memory.estimate import (
     CONTEXT_BYTES,
     BlockMemory,
@@ -20,6 +21,7 @@ from ddp_kit.memory.estimate import (
     plan_memory,
     tensor_size,
 )
+from ddp_kit.memory.plan_report import report
 from ddp_kit.texts import GIB, size_text
 
 ROWS = (  # float32 with AdamW: 8 bytes of state for each value, 4 for each parameter

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig, Update
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.memory import choose, measure
-from ddp_kit.memory.choose import PlanPrinted
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.fake import FakeTensors, LiveBytes, is_fake
 from ddp_kit.memory.measure import PeakMemory, TrainingPass
+from ddp_kit.memory.plan_report import PlanPrinted
 
 WIDTH = 32
 
