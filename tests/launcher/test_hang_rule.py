@@ -74,7 +74,7 @@ events = st.builds(
 without_beats = st.builds(lambda times, stopped: [Check(1.0, stopped=stopped)] * times, st.integers(0, 90), rarely)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     beats=st.lists(st.sampled_from([TRAINS, TRAINS, TRAINS, FRESH, PLAIN]), min_size=3, max_size=3),
     any_script=st.booleans(),
