@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_kit.launcher import output
@@ -95,7 +95,7 @@ def hosted_until(words: str, code: str) -> tuple[str, str]:
         return host.stdout.read(), shown + host.stderr.read()
 
 
-# --- Without processes: what workers write, in any pieces -----------------------------------------------------------
+# --- Without processes: what workers write, in any pieces -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,15 @@ class WrittenOutput(Output):
 
 
 @contextmanager
-def consoles(stdout: IO[bytes], stderr: IO[bytes]) -> Iterator[None]:
-    """Let descriptors 1 and 2 be these files."""
-    before = [os.dup(number) for number in (1, 2)]
-    for number, file in enumerate((stdout, stderr), 1):
+def console_in(file: IO[bytes]) -> Iterator[None]:
+    """Let descriptors 1 and 2 be this file."""
+    before = {number: os.dup(number) for number in (1, 2)}
+    for number in before:
         os.dup2(file.fileno(), number)
     try:
         yield
     finally:
-        for number, descriptor in enumerate(before, 1):
+        for number, descriptor in before.items():
             os.dup2(descriptor, number)
             os.close(descriptor)
 
@@ -173,7 +173,7 @@ def shown(
     with (
         tempfile.TemporaryFile() as console,
         tempfile.TemporaryDirectory() as folder,
-        consoles(console, console),
+        console_in(console),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(output, "_READ_BYTES", read)
@@ -266,6 +266,7 @@ def lines_on(console: bytes) -> list[bytes]:
     return lines
 
 
+@settings(max_examples=60)
 @given(outputs, st.data(), st.integers(1, 16), st.sampled_from([None, "", "{{{}}} "]))
 def test_output_of_one_rank_is_the_same_in_any_pieces(
     text: bytes, data: st.DataObject, read: int, label: str | None
@@ -280,6 +281,7 @@ def test_output_of_one_rank_is_the_same_in_any_pieces(
         assert found.console == text
 
 
+@settings(max_examples=60)
 @given(outputs, outputs, st.data(), st.integers(1, 16))
 def test_output_of_several_ranks_has_whole_lines_in_order(
     one: bytes, other: bytes, data: st.DataObject, read: int
@@ -295,6 +297,7 @@ def test_output_of_several_ranks_has_whole_lines_in_order(
     assert others == labelled_lines(other, b"{1} ")
 
 
+@settings(max_examples=60)
 @given(outputs, outputs, st.data(), st.integers(1, 16))
 def test_no_line_has_output_of_several_ranks_even_if_they_halt_within_lines(
     one: bytes, other: bytes, data: st.DataObject, read: int
@@ -314,6 +317,7 @@ def test_no_line_has_output_of_several_ranks_even_if_they_halt_within_lines(
 TRACE = b'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nValueError: no\n'
 
 
+@settings(max_examples=60)
 @given(outputs, outputs, st.data(), st.integers(1, 16))
 def test_traceback_of_a_failed_rank_is_held_back_in_any_pieces(
     text: bytes, other: bytes, data: st.DataObject, read: int
@@ -326,7 +330,7 @@ def test_traceback_of_a_failed_rank_is_held_back_in_any_pieces(
     assert ours == labelled_lines(text + b"\n", b"{0} ")
 
 
-# --- With processes -------------------------------------------------------------------------------------------------
+# --- With processes ---------------------------------------------------------------------------------------------------
 
 
 def test_output_of_all_ranks_arrives_in_whole_lines() -> None:
