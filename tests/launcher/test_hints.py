@@ -5,11 +5,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from ddp_kit.launcher.diagnosis import CAUSES, hint, is_secondary
+from ddp_kit.launcher.diagnosis import (
+    CAUSES,
+    failed_at_start,
+    hint,
+    is_interrupt,
+    is_secondary,
+    is_timeout,
+    message_of,
+    shortened,
+    split,
+)
 from tests.support.launching import PROGRAMS, clean_environment, free_port, seconds, started
 
 SHARED, HOST, CRASHED = "--shm-size=8g or --ipc=host", "memory.max", "PYTHONFAULTHANDLER=1"
@@ -196,6 +209,10 @@ GONE = (
 ABORT = -signal.SIGABRT
 
 
+# Lines of a script without a message of their own.
+output = st.lists(st.text(st.characters(exclude_categories=["Ll"]), max_size=80), max_size=20).map("\n".join)
+
+
 @pytest.mark.parametrize(
     ("text", "exit_code", "said"),
     [
@@ -257,8 +274,13 @@ ABORT = -signal.SIGABRT
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_hint_for_a_message_gives_its_advice(text: str, exit_code: int, said: str) -> None:
-    advice = hint(text, exit_code)
+@settings(max_examples=10)
+@given(before=output, after=output)
+@example("", "")
+def test_hint_for_a_message_anywhere_in_the_output_gives_its_advice(
+    text: str, exit_code: int, said: str, before: str, after: str
+) -> None:
+    advice = hint(f"{before}\n{text}\n{after}", exit_code)
     assert said in advice
     assert said or not advice
 
@@ -305,3 +327,76 @@ def test_every_placeholder_of_an_advice_is_filled() -> None:
         names = cause.pattern.split("(?P<")[1:]
         assert all(f"{{{name.split('>')[0]}}}" in cause.advice for name in names)
     assert "{" not in hint("No module named 'a'", 1) + hint("cannot import name 'a' from 'b'", 1)
+
+
+# What splitting, shortening and searching look for, as a worker may print it: whole, in part, in any order.
+pieces = st.one_of(
+    st.text(),
+    st.sampled_from(
+        [
+            "Traceback (most recent call last):\n",
+            "Original Traceback (most recent call last):\n",
+            "Fatal Python error: ",
+            "terminate called ",
+            "\nThe above exception was the direct cause of the following exception:\n\n",
+            "\nDuring handling of the above exception, another exception occurred:\n\n",
+            '  File "a.py", line 1, in <module>\n',
+            '  File "a.py", line',
+            "ModuleNotFoundError: No module named 'a.b'\n",
+            "No module named '",
+            "cannot import name 'a' from '{python}'",
+            "KeyboardInterrupt\n",
+            "  | ",
+            "    | ",
+            "[rank7]: ",
+            "[rank0]:[W1120 ",
+            "[Gloo] Rank 0 is connected to 1 peer ranks",
+            "\x1b[0m",
+            "\x1b[",
+            "DataLoader worker (pid 1) ",
+            "WorkNCCL(OpType=",
+            "gloo/transport/tcp ",
+            " Connection closed by peer",
+            "\n",
+            "\r",
+            "\u2028",
+        ]
+    ),
+)
+EXIT_CODES = (0, 1, 137, *(-number for number in signal.Signals))
+
+
+@given(st.lists(pieces, max_size=20).map("".join), st.sampled_from(EXIT_CODES), st.booleans())
+def test_any_output_is_split_shortened_and_explained(text: str, exit_code: int, out_of_memory: bool) -> None:
+    trace, rest = split(text)
+    if trace:
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, rest, strict=False)))
+        assert text[same:].endswith(rest[same:]), "what is left out is in one piece"
+        assert message_of(trace) in trace
+    else:
+        assert rest == text
+    assert len(shortened(trace).splitlines()) <= 61
+    for part in (text, trace):
+        assert isinstance(hint(part, exit_code, out_of_memory), str)
+        for decide in (is_secondary, is_timeout, is_interrupt, failed_at_start):
+            assert decide(part) in (True, False)
+
+
+@pytest.mark.timeout(seconds(60))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 1_000_000,
+        "Traceback (most recent call last):\n" * 100_000,
+        f"Traceback (most recent call last):\nValueError: {'x.' * 1_000_000}",
+        "Traceback (most recent call last):\nValueError: no\n\nDuring handling of the above exception\n\n" * 20_000,
+    ],
+    ids=["one line", "beginnings", "long message", "chain"],
+)
+def test_megabytes_of_output_are_searched_in_linear_time(text: str) -> None:
+    """In quadratic time, each of them takes minutes."""
+    trace, _ = split(text)
+    hint(trace or text, 1)
+    is_secondary(trace or text)
+    message_of(trace)
+    assert len(shortened(trace)) <= len(text)

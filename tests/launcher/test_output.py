@@ -3,13 +3,25 @@
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ddp_kit.launcher import output
+from ddp_kit.launcher.output import FinalOutput, Output, Route, Streams
 from tests.support.launching import clean_environment, seconds, started
 
 SPEAKERS = 8
@@ -83,6 +95,244 @@ def hosted_until(words: str, code: str) -> tuple[str, str]:
         return host.stdout.read(), shown + host.stderr.read()
 
 
+# --- Without processes: what workers write, in any pieces -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes that a worker writes at once."""
+
+    rank: int
+    content: bytes
+    stream: int = 0
+    """0: stdout, 1: stderr."""
+    then_waits: bool = True
+    """Whether so much time passes until the next write that the beginning of a line is shown."""
+
+
+class WrittenOutput(Output):
+    """Output of workers whose writes follow when everything before has been shown."""
+
+    def __init__(self, streams: list[Streams], writes: Iterable[Written]) -> None:
+        super().__init__(streams, direct=False, colour=False)
+        self._writes = deque(writes)
+        self._ends = {each.rank: [os.dup(end) for end in self.descriptors(each.rank)] for each in streams}
+        self._write_next()
+
+    def _show_overdue(self) -> None:
+        super()._show_overdue()
+        if not select.select([source.descriptor for source in self._sources], [], [], 0)[0]:
+            self._write_next()
+
+    def _write_next(self) -> None:
+        while self._writes:
+            write = self._writes.popleft()
+            os.write(self._ends[write.rank][write.stream], write.content)
+            if write.then_waits:
+                return
+        for end in chain.from_iterable(self._ends.values()):
+            os.close(end)
+        self._ends.clear()
+
+
+@contextmanager
+def console_in(file: IO[bytes]) -> Iterator[None]:
+    """Let descriptors 1 and 2 be this file."""
+    before = {number: os.dup(number) for number in (1, 2)}
+    for number in before:
+        os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        for number, descriptor in before.items():
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+@dataclass
+class Shown:
+    """What a user sees, and gets."""
+
+    console: bytes
+    files: dict[int, bytes]
+    """Log files by rank."""
+    final: dict[int, FinalOutput]
+
+
+def shown(
+    *writes: Written,
+    label: str | None = None,
+    read: int = 1 << 18,
+    failed: Collection[int] = (),
+    separate: bool = False,
+) -> Shown:
+    """The output of these writes of two ranks, read at most `read` bytes at a time. All of it goes to one console.
+
+    `separate`: whether the log files of stdout and stderr are separate, and so also the pipes.
+    """
+    with (
+        tempfile.TemporaryFile() as console,
+        tempfile.TemporaryDirectory() as folder,
+        console_in(console),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(output, "_READ_BYTES", read)
+        patch.setattr(output, "_PARTIAL_SECONDS", 0.0)
+        patch.setattr(output, "_FIRST_OUTPUT_SECONDS", 0.0)
+        patch.setattr(output, "_HELD_SECONDS", 1e9)
+        patch.setattr(output, "_SILENT_SECONDS", 1e9)
+        streams = []
+        for rank in range(2):
+            route = Route(console=True, file=f"{folder}/{rank}", label=label and label.format(rank))
+            other = replace(route, file=f"{route.file}.err") if separate else route
+            streams.append(Streams(rank, rank, route, other))
+        result = WrittenOutput(streams, writes)
+        result.start()
+        for rank in failed:
+            result.failed(rank)
+        final = result.end(failed, True, seconds(60), lambda: False, lambda trace: False)
+        console.seek(0)
+        files = {rank: Path(folder, str(rank)).read_bytes() for rank in range(2)}
+        return Shown(console.read(), files, final)
+
+
+@pytest.mark.parametrize(
+    ("writes", "expected"),
+    [
+        ([(0, b"half "), (1, b"other\n"), (0, b"done\n")], b"half \n[rank 1] other\n[rank 0] done\n"),
+        ([(0, b"bar"), (1, b"other\n"), (0, b"\n"), (0, b"next\n")], b"bar\n[rank 1] other\n[rank 0] next\n"),
+        ([(0, b"bar\n"), (1, b"other\n"), (0, b"\x1b[?25h")], b"bar\n[rank 1] other\n\x1b[?25h"),
+    ],
+    ids=["unfinished line", "line end of a progress bar that an exception ends", "sequence that shows the cursor"],
+)
+def test_output_between_the_pieces_of_a_line_is_on_a_line_of_its_own(
+    writes: list[tuple[int, bytes]], expected: bytes
+) -> None:
+    assert shown(*(Written(*write) for write in writes)).console == expected
+
+
+def test_progress_bar_is_not_broken_by_the_other_stream_to_the_same_place() -> None:
+    """Each stream has a file of its own, as with --tee 3."""
+    writes = [Written(0, b"\r  5%|###", 1), Written(0, b"after 5\n"), Written(0, b"\r 10%|####\n", 1)]
+    found = shown(*writes, label="[default{}]:", separate=True)
+    assert found.console == b"\r[default0]:  5%|###\n[default0]:after 5\n\r[default0]: 10%|####\n"
+
+
+def test_control_sequences_before_a_traceback_are_shown_and_not_part_of_it() -> None:
+    text = b"bar\n\x1b[?25h[rank0]: Traceback (most recent call last)\n[rank0]: ValueError: no\n"
+    found = shown(Written(0, text), failed=[0])
+    assert found.console == b"bar\n\x1b[?25h"
+    assert found.final[0].trace == "Traceback (most recent call last)\nValueError: no"
+
+
+CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+# What scripts print: words, line ends, progress bars, colours, text that is not UTF-8.
+tokens = st.sampled_from([b"word", b"\n", b"\r", b"\x1b[?25h", b"\x1b[0m", "\u20ac".encode(), b"\xff\x80", b"\0"])
+outputs = st.lists(tokens | st.binary(max_size=9), max_size=12).map(b"".join)
+
+
+@st.composite
+def writes_of(draw: st.DrawFn, *texts: bytes, wait: bool) -> list[Written]:
+    """The texts of the ranks, cut into any pieces, and written in any order."""
+    writes = []
+    left = dict(enumerate(texts))
+    while left := {rank: text for rank, text in left.items() if text}:
+        rank = draw(st.sampled_from(sorted(left)))
+        length = draw(st.integers(1, len(left[rank])))
+        writes.append(Written(rank, left[rank][:length], draw(st.integers(0, 1)), wait and draw(st.booleans())))
+        left[rank] = left[rank][length:]
+    return writes
+
+
+def without_controls(text: bytes) -> bytes:
+    while CONTROL.search(text):
+        text = CONTROL.sub(b"", text)
+    return text
+
+
+def labelled_lines(text: bytes, label: bytes) -> list[bytes]:
+    """The lines of one rank, each with the label."""
+    lines = without_controls(text).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return [label + line for line in lines]
+
+
+def lines_on(console: bytes) -> list[bytes]:
+    """The lines on a console. A carriage return at the start of a line may stand before or after the label."""
+    lines = re.sub(rb"^(\r?)(\{\d\} )", rb"\2\1", without_controls(console), flags=re.MULTILINE).split(b"\n")
+    if lines[-1] in (b"", b"{0} ", b"{1} "):  # only a control sequence
+        lines.pop()
+    return lines
+
+
+@settings(max_examples=60)
+@given(outputs, st.data(), st.integers(1, 16), st.sampled_from([None, "", "{{{}}} "]))
+def test_output_of_one_rank_is_the_same_in_any_pieces(
+    text: bytes, data: st.DataObject, read: int, label: str | None
+) -> None:
+    """Unchanged, unless each of its lines gets a label. The log file has no labels."""
+    writes = data.draw(writes_of(text, wait=True))
+    found = shown(*writes, label=label, read=read)
+    assert found.files == {0: text, 1: b""}
+    if label:
+        assert lines_on(found.console) == labelled_lines(text, b"{0} ")
+    else:
+        assert found.console == text
+
+
+@settings(max_examples=60)
+@given(outputs, outputs, st.data(), st.integers(1, 16))
+def test_output_of_several_ranks_has_whole_lines_in_order(
+    one: bytes, other: bytes, data: st.DataObject, read: int
+) -> None:
+    writes = data.draw(writes_of(one, other, wait=False))
+    found = shown(*writes, label="{{{}}} ", read=read)
+    assert found.files == {0: one, 1: other}
+    lines = lines_on(found.console)
+    ours = [line for line in lines if line.startswith(b"{0} ")]
+    others = [line for line in lines if line.startswith(b"{1} ")]
+    assert len(ours) + len(others) == len(lines)
+    assert ours == labelled_lines(one, b"{0} ")
+    assert others == labelled_lines(other, b"{1} ")
+
+
+@settings(max_examples=60)
+@given(outputs, outputs, st.data(), st.integers(1, 16))
+def test_no_line_has_output_of_several_ranks_even_if_they_halt_within_lines(
+    one: bytes, other: bytes, data: st.DataObject, read: int
+) -> None:
+    """Such a line is continued on a new line."""
+    writes = data.draw(writes_of(one, other, wait=True))
+    found = shown(*writes, label="{{{}}} ", read=read)
+    assert found.files == {0: one, 1: other}
+    parts = {b"{0} ": b"", b"{1} ": b"", b"": b""}
+    for line in lines_on(found.console):
+        assert line.count(b"{0} ") + line.count(b"{1} ") == bool(line)
+        parts[line[:4]] += line[4:]
+    texts = [without_controls(text.replace(b"\n", b"")) for text in (one, other)]
+    assert [without_controls(part) for part in parts.values()] == [*texts, b""]
+
+
+TRACE = b'Traceback (most recent call last):\n  File "train.py", line 1, in <module>\nValueError: no\n'
+
+
+@settings(max_examples=60)
+@given(outputs, outputs, st.data(), st.integers(1, 16))
+def test_traceback_of_a_failed_rank_is_held_back_in_any_pieces(
+    text: bytes, other: bytes, data: st.DataObject, read: int
+) -> None:
+    writes = data.draw(writes_of(text + b"\n" + TRACE, other, wait=False))
+    found = shown(*writes, label="{{{}}} ", read=read, failed=[0])
+    assert found.final[0].trace == TRACE.decode().rstrip()
+    assert b"ValueError" not in found.console
+    ours = [line for line in lines_on(found.console) if line.startswith(b"{0} ")]
+    assert ours == labelled_lines(text + b"\n", b"{0} ")
+
+
+# --- With processes ---------------------------------------------------------------------------------------------------
+
+
 def test_output_of_all_ranks_arrives_in_whole_lines() -> None:
     """Each is written at once; one in pieces is shown in pieces, where the machine lets much time pass between them."""
     done = hosted(f"""
@@ -96,10 +346,6 @@ def test_output_of_all_ranks_arrives_in_whole_lines() -> None:
     assert [int(number) for _, rank, number in lines if rank == "5"] == list(range(LINES)), "and in order"
 
 
-def test_output_of_a_single_writing_rank_has_no_label() -> None:
-    assert hosted('run(["print(1); print(2, end=str())", "pass"])').stdout == "1\n2"
-
-
 def test_output_of_ranks_to_different_streams_has_no_label() -> None:
     """A reader of rank 0's JSON lines is not disturbed by a warning of another rank."""
     done = hosted("""
@@ -107,94 +353,6 @@ def test_output_of_ranks_to_different_streams_has_no_label() -> None:
         run([says, "import sys; print('warns', file=sys.stderr)"])
     """)
     assert (done.stdout, done.stderr) == ("{}\n{}\n", "warns\n")
-
-
-def test_output_with_an_empty_label_is_unchanged() -> None:
-    done = hosted("""
-        run([f"print({rank}); print('bar', end='')" for rank in range(2)], route=lambda rank: Route(True, label=""))
-    """)
-    assert sorted(done.stdout.split()) == ["0", "1", "bar", "bar"]
-
-
-def test_output_passes_arbitrary_bytes_through() -> None:
-    done = hosted_raw('run(["import os; os.write(1, bytes(range(256)))", "pass"])')
-    assert done.stdout == bytes(range(256))
-
-
-def test_unfinished_line_is_not_broken_by_another_rank(tmp_path: Path) -> None:
-    turns = [tmp_path / "first", tmp_path / "second"]
-    for turn in turns:
-        os.mkfifo(turn)
-    halting = f"print('half ', end=''); open({str(turns[1])!r}).read(); print('done')"
-    other = f"open({str(turns[0])!r}).read(); print('other')"
-    with started(*host_of(f"run([{halting!r}, {other!r}])"), stderr=None) as host:
-        assert host.stdout is not None
-        assert host.stdout.read(len("half ")) == "half ", "it is shown although its line is not complete"
-        turns[0].write_text("go")
-        assert host.stdout.read(len("\n[rank 1] other\n")) == "\n[rank 1] other\n"
-        turns[1].write_text("go")
-        assert host.stdout.read() == "[rank 0] done\n"
-
-
-def test_line_end_after_a_line_that_another_rank_ended_is_not_an_empty_line(tmp_path: Path) -> None:
-    """A progress bar ends its line when an exception leaves the loop."""
-    turns = [tmp_path / "first", tmp_path / "second"]
-    for turn in turns:
-        os.mkfifo(turn)
-    bar = f"import os; os.write(1, b'bar'); open({str(turns[1])!r}).read(); os.write(1, b'\\n'); print('next')"
-    other = f"open({str(turns[0])!r}).read(); print('other')"
-    with started(*host_of(f"run([{bar!r}, {other!r}])"), stderr=None) as host:
-        assert host.stdout is not None
-        assert host.stdout.read(len("bar")) == "bar"
-        turns[0].write_text("go")
-        assert host.stdout.read(len("\n[rank 1] other\n")) == "\n[rank 1] other\n"
-        turns[1].write_text("go")
-        assert host.stdout.read() == "[rank 0] next\n"
-
-
-def test_output_without_visible_characters_has_no_label(tmp_path: Path) -> None:
-    """Such as the sequence that shows the cursor again, before a traceback."""
-    turns = [tmp_path / "first", tmp_path / "second"]
-    for turn in turns:
-        os.mkfifo(turn)
-    shows_cursor = f"import os; print('bar'); open({str(turns[0])!r}).read(); os.write(1, b'\\x1b[?25h'); os._exit(1)"
-    other = f"print('other'); open({str(turns[1])!r}).read()"
-    with started(*host_of(f"run([{shows_cursor!r}, {other!r}], partial=0.0)"), stderr=None) as host:
-        assert host.stdout is not None
-        assert {host.stdout.readline().split()[-1] for _ in range(2)} == {"bar", "other"}
-        turns[0].write_text("go")
-        assert host.stdout.read(len("\x1b[?25h")) == "\x1b[?25h"
-        turns[1].write_text("go")
-        assert host.stdout.read() == ""
-
-
-def test_control_sequences_before_a_traceback_are_shown_and_not_part_of_it() -> None:
-    text = b"bar\n\x1b[?25h[rank0]: Traceback (most recent call last)\n[rank0]: ValueError: no\n"
-    fails = f"import os; os.write(2, {text!r}); os._exit(1)"
-    done = hosted(f"print(repr(run([{fails!r}], failed=[0])[0].trace))")
-    assert done.stderr == "bar\n\x1b[?25h"
-    assert done.stdout == repr("Traceback (most recent call last)\nValueError: no") + "\n"
-
-
-def test_progress_bar_is_not_broken_by_the_other_stream_to_the_same_place(tmp_path: Path) -> None:
-    """Each stream has a file of its own, as with --tee 3."""
-    turn = tmp_path / "turn"
-    os.mkfifo(turn)
-    program = (
-        f"import sys; sys.stderr.write(chr(13) + '  5%|###'); open({str(turn)!r}).read(); print('after 5');"
-        " sys.stderr.write(chr(13) + ' 10%|####' + chr(10))"
-    )
-    code = f"""
-        files = iter([f"{tmp_path}/{{number}}" for number in range(4)])
-        run([{program!r}, "pass"], route=lambda rank: Route(True, next(files), f"[default{{rank}}]:"))
-    """
-    with started(*host_of(code), stderr=subprocess.STDOUT) as host:
-        assert host.stdout is not None
-        with open(host.stdout.fileno(), "rb", closefd=False) as shown:  # as bytes, because of the carriage returns
-            bar = b"\r[default0]:  5%|###"
-            assert shown.read(len(bar)) == bar
-            turn.write_text("go")
-            assert shown.read() == b"\n[default0]:after 5\n\r[default0]: 10%|####\n"
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -336,16 +494,6 @@ def test_very_long_traceback_of_a_secondary_failure_is_not_shown() -> None:
     """)
     assert "frame #" not in done.stderr
     assert "GIVEN False" in done.stdout
-
-
-def test_log_file_gets_a_copy_of_the_output_without_labels(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    hosted(f"""
-        program = "import sys; print('out'); print('err', file=sys.stderr)"
-        run([program] * 2, route=lambda rank: Route(True, "{folder}/%d.log" % rank))
-    """)
-    for rank in range(2):
-        assert sorted((tmp_path / f"{rank}.log").read_text().split()) == ["err", "out"]
 
 
 def test_log_file_that_exists_or_is_a_link_is_not_written(tmp_path: Path) -> None:

@@ -5,48 +5,76 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore, Store
 
-from ddp_kit.launcher.job import Node, RankAssignment, Report, State, Steps
-from ddp_kit.launcher.program import Program
-from ddp_kit.launcher.verdict import Failure, Outcome
-from ddp_kit.launcher.warm.messages import Import, Keep
+from ddp_kit.launcher.agent.inbox import Disconnected, Item, StartWorkers
+from ddp_kit.launcher.agent.nodes import _REMOVED, Coordinator, MultiNodeLink
+from ddp_kit.launcher.job import (
+    Dismiss,
+    End,
+    Limits,
+    Node,
+    Order,
+    Pause,
+    RankAssignment,
+    Report,
+    StartRound,
+    State,
+    Steps,
+    Stop,
+)
+from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.warm.messages import Import, Message
 from ddp_kit.launcher.wire import ClosedError, Connection, from_json, to_json
 
 # --- Values as JSON ---------------------------------------------------------------------------------------------------
 
 texts = st.text(st.characters(codec=None))
-numbers = st.integers(-(2**60), 2**60)
-programs = st.builds(Program, texts, texts, st.lists(texts).map(tuple), st.booleans())
-imports = st.builds(Import, program=programs, env=st.dictionaries(texts, texts))
-failures = st.builds(Failure, rank=numbers, after=st.floats(allow_nan=False), others=st.lists(texts).map(tuple))
-values = st.one_of(
-    programs,
-    imports,
-    failures,
-    st.builds(
-        Keep,
-        seconds=st.floats(allow_nan=False),
-        imports=imports,
-        env=st.dictionaries(texts, texts),
-        facts=st.just({"cores": [1, None]}),
-    ),
-    st.builds(Outcome, failures=st.lists(failures).map(tuple)),
-    st.builds(Report, state=st.sampled_from(State), failures=st.lists(failures).map(tuple)),
-    st.builds(Report, state=st.just(State.DONE), steps=st.builds(Steps)),
-    st.builds(Node, rank=st.none() | numbers),
-    st.builds(RankAssignment),
-)
+PLAIN = {
+    str: texts,
+    int: st.integers(-(2**60), 2**60),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    Any: st.just({"cores": [1, None]}),
+}
 
 
-@given(values)
-def test_value_is_equal_after_the_conversion_to_json_and_back(value: Any) -> None:
-    assert from_json(type(value), json.loads(to_json(value))) == value
+def any_value(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation; of a message, with a value for each of its fields."""
+    if kind in PLAIN:
+        return PLAIN[kind]
+    arguments = get_args(kind)
+    origin = get_origin(kind)
+    if origin is UnionType:
+        return st.none() | any_value(arguments[0])
+    if origin is tuple:
+        return st.lists(any_value(arguments[0]), max_size=3).map(tuple)
+    if origin is not None:
+        return st.dictionaries(*map(any_value, arguments), max_size=3)
+    if issubclass(kind, Enum):
+        return st.sampled_from(kind)
+    fields = get_type_hints(kind)
+    return st.builds(kind, **{name: any_value(each) for name, each in fields.items()})
+
+
+MESSAGES = (*get_args(Message), Report, Node, Outcome, RankAssignment)
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+@settings(max_examples=20)
+@given(st.data())
+def test_message_is_equal_after_the_conversion_to_json_and_back(kind: type[Any], data: st.DataObject) -> None:
+    message = data.draw(any_value(kind))
+    assert from_json(kind, json.loads(to_json(message))) == message
 
 
 def test_report_has_the_names_of_its_fields() -> None:
@@ -74,6 +102,87 @@ def test_report_has_the_names_of_its_fields() -> None:
 def test_content_with_other_fields_is_refused(kind: type[Any], content: Any) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         from_json(kind, content)
+
+
+# --- Orders to nodes --------------------------------------------------------------------------------------------------
+
+
+class Listener(MultiNodeLink):
+    """The receiving half of the link of a node."""
+
+    def __init__(self, number: int, store: Store) -> None:
+        self.number = number
+        self.items: list[Item] = []
+        self._orders = store
+        self._inbox: Any = SimpleNamespace(put=self.items.append)
+        self._has_started = self._is_over = False
+
+    def listen(self) -> list[Item]:
+        self._listen(0)
+        return self.items
+
+
+def item_for(order: Order, node: int, lost: set[int]) -> Item | None:
+    """What the inbox of a node gets for an order; None: nothing."""
+    if isinstance(order, StartRound):
+        if node in order.assignments:
+            return StartWorkers(order.assignments[node], order.why)
+        return Disconnected(_REMOVED) if node in lost else None
+    if isinstance(order, Dismiss):
+        return End(order.outcome) if node == order.node else None
+    if isinstance(order, End) and node in lost:
+        return Disconnected(_REMOVED)
+    return order
+
+
+def with_round(order: Order, number: int) -> Order:
+    """The order; if it starts a round, then with a number that no other order has."""
+    if not isinstance(order, StartRound):
+        return order
+    return replace(order, assignments={node: replace(each, round=number) for node, each in order.assignments.items()})
+
+
+NODES = range(3)
+outcomes = st.builds(Outcome, lost=texts)
+ORDERS = {
+    StartRound: st.builds(
+        StartRound,
+        st.dictionaries(st.sampled_from(NODES), any_value(RankAssignment), min_size=1),
+        texts,
+    ),
+    Stop: any_value(Stop),
+    Dismiss: st.builds(Dismiss, st.sampled_from(NODES), outcomes),
+    Pause: any_value(Pause),
+    End: st.builds(End, outcomes),
+}
+
+
+def test_every_order_is_tried() -> None:
+    assert set(ORDERS) == set(get_args(Order))
+
+
+@given(st.lists(st.one_of(*ORDERS.values()), max_size=5), outcomes, st.sets(st.sampled_from(NODES[1:])))
+def test_orders_arrive_at_each_node_as_the_job_has_given_them(
+    orders: list[Order], outcome: Outcome, lost: set[int]
+) -> None:
+    orders = [with_round(order, number) for number, order in enumerate([*orders, End(outcome)])]
+    store = HashStore()
+    coordinator = Coordinator(store, Limits(min_nodes=9, max_nodes=9), 1.0)
+    for number in NODES:
+        joined = {"joined": Node(number, f"h{number}", 1)}
+        assert coordinator._orders_after(json.loads(to_json(joined)), 0.0) == []
+    for number in lost:
+        coordinator._orders_after({"bye": number}, 0.0)
+    coordinator._publish(orders)
+    for node in NODES:
+        expected: list[Item] = []
+        for order in orders:
+            item = item_for(order, node, lost)
+            if item is not None:
+                expected.append(item)
+            if isinstance(item, (End, Disconnected)):
+                break  # the node has left the job
+        assert Listener(node, store).listen() == expected
 
 
 # --- Frames -----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """The step consensus, with threads as ranks whose steps take different times."""
 
-import random
-import threading
+import time
 from collections.abc import Callable, Iterator
-from queue import Queue
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from ddp_kit.distributed import consensus
@@ -13,7 +17,7 @@ from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.control import Control
 from tests.support.launching import seconds, wait_until
 
-RANKS = 4
+RANKS = 3
 SAVE = StepRequest(Purpose.SAVE, "every_seconds")
 STOP = StepRequest(Purpose.STOP, "SIGTERM heard")
 
@@ -35,41 +39,81 @@ def open_control() -> Iterator[Open]:
         control.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("requesting", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
-def test_step_consensus_grants_requests_after_the_same_step_on_all_ranks(
-    open_control: Open, requesting: set[int]
+@dataclass
+class Loop:
+    """The loop of one rank, in a thread of its own."""
+
+    rank: int
+    control: Control
+    requests: list[StepRequest] = field(default_factory=list)
+    """What this rank still asks for."""
+    acted: list[tuple[int, StepRequest]] = field(default_factory=list)
+    """The granted requests, with their steps."""
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.consensus = StepConsensus(self.rank, RANKS, lambda: self.control, "run", self.next_request)
+        self.thread = ThreadPoolExecutor(1)
+        self.lock = Lock()
+
+    def ask(self, request: StepRequest) -> None:
+        with self.lock:
+            self.requests.append(request)
+
+    def next_request(self) -> StepRequest | None:
+        return next(iter(self.requests), None)
+
+    def step(self) -> None:
+        self.steps += 1
+        request = self.consensus.end_step()
+        if request is not None:
+            self.acted.append((self.steps, request))
+            with self.lock:
+                self.requests = [each for each in self.requests if each.purpose is not request.purpose]
+
+
+steps = st.builds(lambda rank: (rank, None), st.integers(0, RANKS - 1))
+requests = st.tuples(st.integers(0, RANKS - 1), st.sampled_from([SAVE, STOP]))
+
+
+@settings(max_examples=60)
+@given(st.lists(steps | requests, max_size=25), st.data())
+def test_step_consensus_grants_all_requests_after_the_same_step_on_all_ranks(
+    events: list[tuple[int, StepRequest | None]], data: st.DataObject
 ) -> None:
-    acted = Queue[tuple[int, int, StepRequest]]()
-
-    def run(rank: int) -> None:
-        chance = random.Random(rank)
-        requests = [STOP, SAVE, SAVE]
-        control = open_control(rank, RANKS)
-        ranks = StepConsensus(rank, RANKS, lambda: control, "run", lambda: requests[-1] if rank in requesting else None)
-        ranks.begin()
-        step, request = 0, None
-        while request != STOP:
-            step += 1
-            threading.Event().wait(chance.choice([0, 0, 0.0005, 0.003]))
-            request = ranks.end_step()
-            if request is not None:
-                requests.pop()
-                acted.put((rank, step, request))
-        ranks.close()
-
-    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds(60))
-        assert not thread.is_alive()
-    by_rank: dict[int, list[tuple[int, StepRequest]]] = {rank: [] for rank in range(RANKS)}
-    while not acted.empty():
-        rank, step, request = acted.get()
-        by_rank[rank].append((step, request))
-    assert by_rank == dict.fromkeys(range(RANKS), by_rank[0])
-    assert [request for _, request in by_rank[0]] == [SAVE, SAVE, STOP]
+    """Whatever rank asks when, and however far ahead the others are."""
+    store = HashStore()
+    loops = [Loop(rank, Control(store, rank, RANKS, lambda _: None)) for rank in range(RANKS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consensus, "_POLL_SECONDS", 0.001)
+        for loop in loops:
+            loop.consensus.begin()
+        done = []
+        for rank, request in events:
+            if request is None:
+                done.append(loops[rank].thread.submit(loops[rank].step))
+                with suppress(TimeoutError):  # the rank waits for the others
+                    done[-1].result(data.draw(st.sampled_from([0, 0.0005, 0.002])))
+            else:
+                loops[rank].ask(request)
+        # All ranks come to the same step, and further until nothing is asked for.
+        last = max(sum(1 for rank, request in events if rank == loop.rank and request is None) for loop in loops)
+        for loop in loops:
+            behind = last - sum(1 for rank, request in events if rank == loop.rank and request is None)
+            done += [loop.thread.submit(loop.step) for _ in range(behind)]
+        wait(done, seconds(60))
+        deadline = time.monotonic() + seconds(20)
+        while any(loop.requests for loop in loops) and time.monotonic() < deadline:
+            wait([loop.thread.submit(loop.step) for loop in loops], seconds(60))
+        for loop in loops:
+            loop.consensus.close()
+            loop.thread.shutdown()
+    for loop in reversed(loops):
+        loop.control.close()
+    assert [loop.requests for loop in loops] == [[]] * RANKS, "none is lost"
+    assert [loop.acted for loop in loops] == [loops[0].acted] * RANKS
+    asked = {request for _, request in events if request is not None}
+    assert {request for _, request in loops[0].acted} == asked
 
 
 def test_step_consensus_of_one_rank_grants_at_once() -> None:
