@@ -390,8 +390,9 @@ def test_any_output_is_split_shortened_and_explained(text: str, exit_code: int, 
         "Traceback (most recent call last):\n" * 100_000,
         f"Traceback (most recent call last):\nValueError: {'x.' * 1_000_000}",
         "Traceback (most recent call last):\nValueError: no\n\nDuring handling of the above exception\n\n" * 20_000,
+        "ValueError: " + "DataLoader worker " * 50_000,
     ],
-    ids=["one line", "beginnings", "long message", "chain"],
+    ids=["one line", "beginnings", "long message", "chain", "long line of a beginning of a message"],
 )
 def test_megabytes_of_output_are_searched_in_linear_time(text: str) -> None:
     """In quadratic time, each of them takes minutes."""
