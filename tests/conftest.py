@@ -24,6 +24,9 @@ settings.register_profile(
 )
 settings.load_profile("ddpkit")
 
+# A program that tests import also finds its neighbours, such as `toys`, as when it is started.
+sys.path.append(str(launching.PROGRAMS))
+
 # What is ignored is passed on, and shows: SIGHUP under nohup, SIGINT and SIGQUIT in the background of a shell.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)

@@ -9,7 +9,7 @@ import torch
 
 from ddp_kit import load_model
 from ddp_kit.checkpoint.format import checkpoints
-from tests.programs.adapted import WIDTH, model
+from tests.programs.adapted import WIDTH, adapted_model
 from tests.support.launching import PROGRAMS
 
 Ddpkit = Callable[..., object]
@@ -35,7 +35,7 @@ def test_adapter_run_killed_resumes_bitwise_from_its_trained_weights(
     newest = checkpoints(tmp_path / "7", hashes=True)[0]
     assert newest.manifest is not None
     assert newest.manifest.bytes < 3 * WIDTH * WIDTH * 4, "less than the frozen weights"
-    plain, same = model(), model()
+    plain, same = adapted_model(), adapted_model()
     assert load_model(tmp_path / "7", plain).step == load_model(tmp_path / "0", same).step == 12
     assert all(map(torch.equal, plain.state_dict().values(), same.state_dict().values()))
     words = ("launch", "--nproc-per-node", 2, SCRIPT, tmp_path / "7", WITHOUT)

@@ -1,6 +1,5 @@
 """What ranks share: scenarios at 1 to 3 ranks against a plain loop over whole global batches."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -10,17 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.programs import as_one_process
 from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = PROGRAMS / "as_one_process.py"
 NOT_BY_HAND = ("a_step_that_is_left_out", "the_compiler_sees_the_wrapper")
-
-spec = importlib.util.spec_from_file_location("agreed", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-agreed = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(agreed)
 
 
 def found_by(start: Start, ranks: int) -> dict[str, list[Any]]:
@@ -35,12 +29,12 @@ def found_by(start: Start, ranks: int) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("scenario", [each for each in agreed.EXACT if each.__name__ not in NOT_BY_HAND])
+@pytest.mark.parametrize("scenario", [each for each in as_one_process.EXACT if each.__name__ not in NOT_BY_HAND])
 def test_scenario_on_one_process_trains_like_a_plain_loop(
     scenario: Callable[[], list[float]], monkeypatch: Any
 ) -> None:
     one = scenario()
-    monkeypatch.setattr(agreed, "Training", agreed.ByHand)
+    monkeypatch.setattr(as_one_process, "Training", as_one_process.ByHand)
     assert one == pytest.approx(scenario(), abs=1e-9)
 
 
@@ -50,10 +44,10 @@ def test_scenario_on_several_ranks_has_the_same_result_or_is_refused(start: Star
     alone = found_by(start, 1)
     found = found_by(start, ranks)
     assert found["the_compiler_sees_the_wrapper"] == [[1.0]] * ranks
-    for each in agreed.EXACT:
+    for each in as_one_process.EXACT:
         for values in found[each.__name__]:
             assert values == pytest.approx(alone[each.__name__][0], abs=1e-9), each.__name__
-    for each, said in agreed.REFUSED.items():
+    for each, said in as_one_process.REFUSED.items():
         for values in found[each.__name__]:
             assert said in values if said else values == [], (each.__name__, values)
 

@@ -15,7 +15,7 @@ from tests.support.launching import DDPKIT, PROGRAMS, clean_environment
 pytestmark = pytest.mark.slow
 
 
-class Job:
+class SlowJob:
     """A job that runs until it is told to end."""
 
     def __init__(self, script: Path, ddpkit: Callable[..., Any], folder: Path, ranks: int, cause: str) -> None:
@@ -80,7 +80,7 @@ def test_top_advice_and_report_name_the_cause_of_a_slow_run(
 ) -> None:
     # Under another name in each process: `ddpkit top` shows all jobs here, those of other tests too.
     path = script((PROGRAMS / "slow_run.py").read_text(), f"{cause}_{os.getpid()}.py")
-    job = Job(path, ddpkit, tmp_path, ranks, cause)
+    job = SlowJob(path, ddpkit, tmp_path, ranks, cause)
     try:
         found = job.reading()
         shown = ddpkit("top", "--once", env={"COLUMNS": "120"}).stdout.splitlines()

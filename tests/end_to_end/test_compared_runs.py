@@ -10,7 +10,7 @@ from tests.support.launching import DDPKIT, PROGRAMS, launch, run
 pytestmark = pytest.mark.slow
 
 
-def trained(folder: Path, name: str, **settings: float) -> None:
+def record_run(folder: Path, name: str, **settings: float) -> None:
     words = ["--nproc-per-node", 2, "--max-restarts", 1, PROGRAMS / "compared.py", name]
     done = launch(*words, *(f"{setting}={value}" for setting, value in settings.items()), cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -20,7 +20,7 @@ def trained(folder: Path, name: str, **settings: float) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run `first`."""
     folder = tmp_path_factory.mktemp("runs")
-    trained(folder, "first")
+    record_run(folder, "first")
     return folder
 
 
@@ -35,7 +35,7 @@ def compared(folder: Path, name: str) -> list[str]:
 
 
 def test_report_of_two_runs_of_one_script_finds_them_equal(folder: Path) -> None:
-    trained(folder, "second")
+    record_run(folder, "second")
     assert compared(folder, "second") == [
         "first and second are equal up to step 40, the last that both have",
         *(f"{name}: equal up to step 40" for name in ("samples", "weights", "learning rate", "loss")),
@@ -43,7 +43,7 @@ def test_report_of_two_runs_of_one_script_finds_them_equal(folder: Path) -> None
 
 
 def test_report_of_a_resumed_and_an_undisturbed_run_finds_them_equal(folder: Path) -> None:
-    trained(folder, "resumed", fails_after=27)
+    record_run(folder, "resumed", fails_after=27)
     attempts = (folder / "resumed" / "record" / "attempts.jsonl").read_text()
     assert attempts.count('"event": "begin"') == 2
     lines = compared(folder, "resumed")
@@ -53,7 +53,7 @@ def test_report_of_a_resumed_and_an_undisturbed_run_finds_them_equal(folder: Pat
 
 
 def test_report_of_runs_with_other_seeds_names_the_first_step(folder: Path) -> None:
-    trained(folder, "seed", seed=1)
+    record_run(folder, "seed", seed=1)
     lines = compared(folder, "seed")
     assert lines[0] == "first and seed first differ at step 1: samples"
     assert "settings: seed: 0 -> 1" in lines
@@ -61,7 +61,7 @@ def test_report_of_runs_with_other_seeds_names_the_first_step(folder: Path) -> N
 
 
 def test_report_of_runs_whose_learning_rates_differ_after_the_warm_up_names_the_steps(folder: Path) -> None:
-    trained(folder, "decay", decay=0.5)
+    record_run(folder, "decay", decay=0.5)
     lines = compared(folder, "decay")
     assert lines[0] == "first and decay first differ in steps 21 to 30: weights, learning rate, loss"
     assert "samples: equal up to step 40" in lines
@@ -71,7 +71,7 @@ def test_report_of_runs_whose_learning_rates_differ_after_the_warm_up_names_the_
 def test_report_of_runs_with_a_changed_sample_finds_it_in_the_weights(folder: Path) -> None:
     """Not in the samples: the record has their indices."""
     order = Epochs(range(320), 0, shuffle=True).keys()
-    trained(folder, "changed", changed=order[23 * 8 + 5])  # of step 24
+    record_run(folder, "changed", changed=order[23 * 8 + 5])  # of step 24
     lines = compared(folder, "changed")
     assert lines[0] == "first and changed first differ in steps 21 to 30: weights, loss"
     assert "samples: equal up to step 40" in lines

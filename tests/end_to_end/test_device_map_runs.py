@@ -17,7 +17,7 @@ ON_THE_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 SPLIT = json.dumps({"": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 1})
 
 
-def ended(run: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+def end_values(run: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
     assert run.returncode == 0, run.stderr
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("ended")]
     found: dict[str, Any] = json.loads(line.removeprefix("ended"))
@@ -28,7 +28,7 @@ def ended(run: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
 def test_device_map_on_two_ranks_trains_as_one_process_without(start: Start) -> None:
     """The CPU stands for all devices: see `ddp_kit.parallel.device_map.device_at`."""
     alone, mapped, ddp, both = (
-        ended(start("ddpkit", ranks, SCRIPT, "plain", "0", device_map, env=ON_THE_CPU))
+        end_values(start("ddpkit", ranks, SCRIPT, "plain", "0", device_map, env=ON_THE_CPU))
         for ranks, device_map in ((1, "null"), (1, SPLIT), (2, "null"), (2, SPLIT))
     )
     assert mapped == alone
@@ -42,14 +42,14 @@ def test_device_map_on_two_ranks_trains_as_one_process_without(start: Start) -> 
 def test_device_map_on_gpus_trains_as_one_process_without_and_resumes(
     ddpkit: Ddpkit, tmp_path: Path, gpus: int
 ) -> None:
-    alone = ended(ddpkit("launch", "--gpus", 1, SCRIPT, "plain", 0, "null"))
+    alone = end_values(ddpkit("launch", "--gpus", 1, SCRIPT, "plain", 0, "null"))
     words = ["--gpus", gpus, "--gpus-per-process", 2, "--max-restarts", 1]
-    mapped = ended(ddpkit("launch", *words, SCRIPT, "plain", 0, SPLIT))
+    mapped = end_values(ddpkit("launch", *words, SCRIPT, "plain", 0, SPLIT))
     assert mapped["weights"] == pytest.approx(alone["weights"], abs=1e-9)
     resumed = []
     for dies_after in (0, 7):
         (folder := tmp_path / str(dies_after)).mkdir()
-        resumed.append(ended(ddpkit("launch", *words, SCRIPT, "resumes", dies_after, SPLIT, cwd=folder)))
+        resumed.append(end_values(ddpkit("launch", *words, SCRIPT, "resumes", dies_after, SPLIT, cwd=folder)))
     assert resumed[0] == resumed[1]
 
 
@@ -62,19 +62,19 @@ def test_device_map_run_killed_ends_like_an_undisturbed_one(ddpkit: Ddpkit, tmp_
         words = ["--nproc-per-node", ranks, "--max-restarts", 1, SCRIPT, "resumes", dies_after, SPLIT]
         run = ddpkit("launch", *words, cwd=folder, env=ON_THE_CPU)
         assert ("resumed from" in run.stderr) == (dies_after > 0), run.stderr
-        found.append(ended(run))
+        found.append(end_values(run))
     assert found[0] == found[1]
 
 
 @pytest.mark.slow
 def test_device_map_checkpoint_loads_without_a_device_map(ddpkit: Ddpkit, tmp_path: Path) -> None:
-    undisturbed = ended(
+    undisturbed = end_values(
         ddpkit("launch", "--nproc-per-node", 1, SCRIPT, "resumes", 0, "null", cwd=tmp_path, env=ON_THE_CPU)
     )
     (folder := tmp_path / "mapped").mkdir()
     died = ddpkit("launch", "--nproc-per-node", 1, SCRIPT, "resumes", 7, SPLIT, cwd=folder, env=ON_THE_CPU)
     assert died.returncode == 137, died.stderr
     assert (
-        ended(ddpkit("launch", "--nproc-per-node", 1, SCRIPT, "resumes", 0, "null", cwd=folder, env=ON_THE_CPU))
+        end_values(ddpkit("launch", "--nproc-per-node", 1, SCRIPT, "resumes", 0, "null", cwd=folder, env=ON_THE_CPU))
         == undisturbed
     )

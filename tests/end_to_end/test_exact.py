@@ -1,6 +1,5 @@
 """Training at 1 to 4 ranks against a loop by hand that takes each global batch at once, whatever divides."""
 
-import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -12,17 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.programs import exact
+from tests.programs.toys import flat
 from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = PROGRAMS / "exact.py"
 CASES = 60
-
-spec = importlib.util.spec_from_file_location("exact", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-exact = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(exact)
 
 
 def case(draw: Random) -> dict[str, Any]:
@@ -64,10 +59,10 @@ def cases() -> list[dict[str, Any]]:
     return [case(draw) for _ in range(CASES)]
 
 
-def by_hand(one: dict[str, Any]) -> dict[str, Any]:
+def whole_batches_by_hand(one: dict[str, Any]) -> dict[str, Any]:
     """One process, one batch, one backward pass per step; clipping and learning rates as their definitions say."""
     x, y, weights = exact.samples_of(one)
-    model = exact.Network(one["buffers"])
+    model = exact.SmallNetwork(one["buffers"])
     optimizer = exact.optimizer_of(one, model.parameters())
     batch, limit = one["sizes"]["global_batch_size"], one["max_steps"] or 10**9
     ends = one["samples"] // batch * batch if one["drop_last"] else one["samples"]
@@ -92,7 +87,7 @@ def by_hand(one: dict[str, Any]) -> dict[str, Any]:
         error = (model(x) - y).abs().mean().item()
     samples = [len(range(start, min(start + batch, ends))) for start in range(0, ends, batch)] * one["epochs"]
     return {
-        "weights": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist(),
+        "weights": flat(model.parameters()).tolist(),
         "losses": [
             float(sum(loss for loss, _ in rows)) / float(sum(weight for _, weight in rows))
             if any(weight for _, weight in rows)
@@ -115,7 +110,7 @@ def clip(one: dict[str, Any], parameters: list[Tensor]) -> None:
             gradient.clamp_(-most, most)
 
 
-def apart(found: dict[str, Any], expected: dict[str, Any]) -> float:
+def result_difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
     return max(
         abs(ours - theirs)
         for name in ("weights", "losses")
@@ -134,7 +129,7 @@ def test_training_at_any_number_of_ranks_equals_that_of_the_whole_global_batch(
     file.write_text(json.dumps(tried))
     largest = 0.0
     alone: list[dict[str, Any]] = []
-    by_themselves = [None if one["shuffle"] else by_hand(one) for one in tried]
+    by_themselves = [None if one["shuffle"] else whole_batches_by_hand(one) for one in tried]
     for ranks in all_ranks:
         run = start("ddpkit", ranks, SCRIPT, str(file))
         assert run.returncode == 0, run.stderr
@@ -144,7 +139,7 @@ def test_training_at_any_number_of_ranks_equals_that_of_the_whole_global_batch(
             # shuffled, the order is the Trainer's own, and everything but the order as in the other cases
             expected = first if hand is None else hand
             assert found["counts"] == expected["counts"], (ranks, one)
-            difference = apart(found, expected)
+            difference = result_difference(found, expected)
             assert difference < 1e-10, (ranks, one, found, expected)
             largest = max(largest, difference)
     print(f"{len(tried)} cases at {all_ranks} ranks: the largest difference is {largest:.1e}")

@@ -43,14 +43,14 @@ def ready(tmp_path: Path) -> Iterator[Path]:
     yield from pipe_at(tmp_path / "ready")
 
 
-def wait_for(ready: Path, ranks: int) -> list[str]:
+def lines_of_ranks(ready: Path, ranks: int) -> list[str]:
     """The line that each has written."""
     with ready.open("rb", buffering=0) as pipe:
         return [pipe.readline().decode() for _ in range(ranks)]
 
 
 @contextmanager
-def started(*words: object, job: JobProcesses, **env: str) -> Iterator["subprocess.Popen[str]"]:
+def started_job(*words: object, job: JobProcesses, **env: str) -> Iterator["subprocess.Popen[str]"]:
     """Run `ddpkit launch` while the test does something; nothing of the job is left at the end."""
     with launching.started(DDPKIT, "launch", *words, env={**job.env, **env}) as launcher:
         try:
@@ -132,8 +132,8 @@ def test_fault_leaves_no_process_or_file(
     temporary.mkdir()  # in a short path: that of a socket for passing tensors on has at most 108 bytes
     grace = 0 if fault is a_rank_is_killed else 3000
     words = [*flags, "--shutdown-timeout", grace, "--nproc-per-node", 2, IGNORES_SIGTERM, ready]
-    with started(*words, job=job, TMPDIR=str(temporary)) as launcher:
-        rank = int(wait_for(ready, 2)[0])
+    with started_job(*words, job=job, TMPDIR=str(temporary)) as launcher:
+        rank = int(lines_of_ranks(ready, 2)[0])
         there = job.alive()
         assert len(there) >= 2 + 2 * (1 + 2 + 2), there
         shared = shared_memory(there)
@@ -154,8 +154,8 @@ def test_fault_leaves_no_process_of_ranks_that_exit_slowly(
     ready: Path, program: str, fault: Callable[..., None]
 ) -> None:
     job = JobProcesses()
-    with started("--nproc-per-node", 2, PROGRAMS / program, ready, job=job) as launcher:
-        wait_for(ready, 2)
+    with started_job("--nproc-per-node", 2, PROGRAMS / program, ready, job=job) as launcher:
+        lines_of_ranks(ready, 2)
         # Linux shows the environment of a process, by which it is found, a little after Popen returns.
         launching.wait_until(lambda: len(job.alive()) >= 2 + 2 * (1 + 2), job.alive)
         there = job.alive()
@@ -171,8 +171,8 @@ def test_fault_leaves_no_batches_in_named_shared_memory(ready: Path, fault: Call
     job = JobProcesses()
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # a short path: the manager's socket is in it
     words = ["--shutdown-timeout", 0, "--nproc-per-node", 2, IGNORES_SIGTERM, ready, "file_system"]
-    with started(*words, job=job, TMPDIR=str(temporary)) as launcher:
-        rank = int(wait_for(ready, 2)[0])
+    with started_job(*words, job=job, TMPDIR=str(temporary)) as launcher:
+        rank = int(lines_of_ranks(ready, 2)[0])
         assert list(temporary.glob("torch-shm-dir-*"))
         there = job.alive()
         fault(launcher, rank)
@@ -326,8 +326,8 @@ def test_dataloader_worker_that_dies_or_hangs_is_named_with_its_rank(fault: str,
 
 def test_warning_signal_reaches_ranks_with_a_handler_and_ends_no_rank(ready: Path) -> None:
     job = JobProcesses()
-    with started("--nproc-per-node", 2, ENDS_ON_SIGTERM, ready, job=job, DEAF="0") as launcher:
-        wait_for(ready, 2)
+    with started_job("--nproc-per-node", 2, ENDS_ON_SIGTERM, ready, job=job, DEAF="0") as launcher:
+        lines_of_ranks(ready, 2)
         launcher.send_signal(signal.SIGUSR1)
         assert launcher.stdout is not None
         assert launcher.stderr is not None
@@ -362,8 +362,8 @@ os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
 def test_ranks_that_signal_their_parent_stop_the_launcher(flags: Sequence[str], ready: Path, go: Path) -> None:
     """Two of three do so, again and again, as preemption handlers do: all are told once, and end in order."""
     words = [*flags, "--shutdown-timeout", 3000, "--nproc-per-node", 3, PROGRAMS / "stops_its_parent.py", ready, go]
-    with started(*words, job=JobProcesses()) as job:
-        wait_for(ready, 3)
+    with started_job(*words, job=JobProcesses()) as job:
+        lines_of_ranks(ready, 3)
         let_go(go, 3)
         output, errors = job.communicate()
         assert (job.returncode, output.count("told to stop")) == (75, 3), errors
@@ -371,8 +371,8 @@ def test_ranks_that_signal_their_parent_stop_the_launcher(flags: Sequence[str], 
 
 def test_job_whose_warm_server_is_stopped_ends(script: Script, ready: Path, go: Path) -> None:
     job = JobProcesses()
-    with started("--cold", "--nproc-per-node", 2, script(GOES_ON), ready, go, job=job) as launcher:
-        wait_for(ready, 2)
+    with started_job("--cold", "--nproc-per-node", 2, script(GOES_ON), ready, go, job=job) as launcher:
+        lines_of_ranks(ready, 2)
         suspend(server_of(launcher))
         let_go(go, 2)
         _, errors = launcher.communicate()
@@ -383,8 +383,8 @@ def test_job_whose_warm_server_is_stopped_ends(script: Script, ready: Path, go: 
 
 def test_launcher_whose_ranks_have_saved_exits_with_the_code_for_a_restart(ready: Path) -> None:
     job = JobProcesses()
-    with started("--nproc-per-node", 2, ENDS_ON_SIGTERM, ready, job=job, CODE="75") as launcher:
-        wait_for(ready, 2)
+    with started_job("--nproc-per-node", 2, ENDS_ON_SIGTERM, ready, job=job, CODE="75") as launcher:
+        lines_of_ranks(ready, 2)
         launcher.send_signal(signal.SIGTERM)
         _, said = launcher.communicate()
         assert launcher.returncode == 75
@@ -408,7 +408,7 @@ def test_launcher_killed_at_its_start_leaves_no_folder(tmp_path: Path) -> None:
     def needs_folder() -> bool:
         return any(temporary.glob("ddpkit-*")) or any("make_folder" in line for line in launching.stacks(launcher.pid))
 
-    with started(REDUCES, job=job, TMPDIR=str(temporary)) as launcher:
+    with started_job(REDUCES, job=job, TMPDIR=str(temporary)) as launcher:
         wait_until(server, "a server")
         (stopped,) = server()
         suspend(stopped)
@@ -428,8 +428,8 @@ def test_every_node_ends_with_the_same_verdict(fault: str, code: int) -> None:
     meet = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = JobProcesses()
     with (
-        started(*meet, "--node-rank", 0, REDUCES, 3, fault, job=job) as first,
-        started(*meet, "--node-rank", 1, REDUCES, 3, fault, job=job) as second,
+        started_job(*meet, "--node-rank", 0, REDUCES, 3, fault, job=job) as first,
+        started_job(*meet, "--node-rank", 1, REDUCES, 3, fault, job=job) as second,
     ):
         ends = [launcher.communicate()[1] for launcher in (first, second)]
         assert (first.returncode, second.returncode) == (code, code), ends
@@ -443,8 +443,8 @@ def test_nodes_with_different_numbers_of_nodes_end_with_a_usage_error() -> None:
     meet = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = JobProcesses()
     with (
-        started(*meet, "--nnodes", 2, "--node-rank", 0, REDUCES, job=job) as first,
-        started(*meet, "--nnodes", 3, "--node-rank", 1, REDUCES, job=job) as second,
+        started_job(*meet, "--nnodes", 2, "--node-rank", 0, REDUCES, job=job) as first,
+        started_job(*meet, "--nnodes", 3, "--node-rank", 1, REDUCES, job=job) as second,
     ):
         for launcher in (first, second):
             _, errors = launcher.communicate()
@@ -469,10 +469,10 @@ def test_job_of_two_nodes_that_was_suspended_continues(ready: Path, tmp_path: Pa
     flags += ["--rdzv-conf", f"keep_alive_interval={interval},keep_alive_max_attempt=3", "--node-rank"]
     job = JobProcesses()
     with (
-        started(*flags, 0, main, ready, told, job=job) as first,
-        started(*flags, 1, main, ready, told, job=job) as second,
+        started_job(*flags, 0, main, ready, told, job=job) as first,
+        started_job(*flags, 1, main, ready, told, job=job) as second,
     ):
-        wait_for(ready, 2)
+        lines_of_ranks(ready, 2)
         for _ in range(3):
             suspended_twice_as_long_as_a_lost_node(job, 3 * interval)
         told.touch()

@@ -22,7 +22,7 @@ LIMIT = seconds(4)
 """For --hang-timeout. The launcher allows ten times as much for the first two steps, or the first ten collectives."""
 
 
-def launch(*words: object, **how: Any) -> "subprocess.CompletedProcess[str]":
+def launch_two_ranks(*words: object, **how: Any) -> "subprocess.CompletedProcess[str]":
     """Run two ranks; nothing of them is left afterwards."""
     job = JobProcesses()
     run = launching.launch("--nproc-per-node", 2, *words, env=job.env, **how)
@@ -39,7 +39,7 @@ def launch(*words: object, **how: Any) -> "subprocess.CompletedProcess[str]":
     ],
 )
 def test_hung_rank_in_a_trainer_is_named_with_its_stack(tmp_path: Path, fault: str, workers: int, told: str) -> None:
-    run = launch("--hang-timeout", LIMIT, "--log-dir", tmp_path / "logs", TRAINS, fault, workers, 0)
+    run = launch_two_ranks("--hang-timeout", LIMIT, "--log-dir", tmp_path / "logs", TRAINS, fault, workers, 0)
     assert run.returncode == HUNG, run.stderr
     assert re.search(rf"rank 1 failed first: hung \(.*, after step 9\): no progress .*; {told}", run.stderr), run.stderr
     # The last form: on a loaded machine its native frames are not read within the time that they are given.
@@ -54,7 +54,7 @@ def test_hung_rank_in_a_trainer_is_named_with_its_stack(tmp_path: Path, fault: s
 
 
 def test_hung_run_continues_after_a_restart_and_slow_steps_are_no_hang() -> None:
-    run = launch("--hang-timeout", LIMIT, "--max-restarts", 1, TRAINS, "sleep", 0, LIMIT / 2)
+    run = launch_two_ranks("--hang-timeout", LIMIT, "--max-restarts", 1, TRAINS, "sleep", 0, LIMIT / 2)
     assert run.returncode == 0, run.stderr
     assert run.stderr.count(": hung (") == 1, run.stderr
     assert re.search(r"rank 1 failed first: hung .*; restart 1 of 1", run.stderr)
@@ -63,7 +63,7 @@ def test_hung_run_continues_after_a_restart_and_slow_steps_are_no_hang() -> None
 
 
 def test_hang_in_a_script_without_a_trainer_is_detected(tmp_path: Path) -> None:
-    run = launch("--hang-timeout", LIMIT, REDUCES, 600, cwd=tmp_path)
+    run = launch_two_ranks("--hang-timeout", LIMIT, REDUCES, 600, cwd=tmp_path)
     assert run.returncode == HUNG, run.stderr
     assert re.search(
         r"rank 1 failed first: hung .*this rank has started 30 collectives, but other ranks have started 31", run.stderr
@@ -75,7 +75,7 @@ def test_hang_in_a_script_without_a_trainer_is_detected(tmp_path: Path) -> None:
 
 
 def test_hang_that_torchs_timeout_detects_first_names_the_missing_rank(tmp_path: Path) -> None:
-    run = launch("--cold", REDUCES, LIMIT, cwd=tmp_path)
+    run = launch_two_ranks("--cold", REDUCES, LIMIT, cwd=tmp_path)
     assert run.returncode == HUNG, run.stderr
     assert "rank 1 failed first: hung" in run.stderr
     assert re.search(r"in the script \(ways_to_hang.py:\d+ in sleep\)", run.stderr), run.stderr
@@ -86,7 +86,7 @@ def test_hang_that_torchs_timeout_detects_first_names_the_missing_rank(tmp_path:
     ("rank_0", "rank_1"), [("regex", "end"), ("pause", "end"), ("regex", "pause"), ("pause", "pause")]
 )
 def test_hung_rank_that_no_other_rank_waits_for_is_detected(rank_0: str, rank_1: str) -> None:
-    run = launch("--hang-timeout", LIMIT, ENDS, rank_0, rank_1, 0, timeout=60)
+    run = launch_two_ranks("--hang-timeout", LIMIT, ENDS, rank_0, rank_1, 0, timeout=60)
     assert run.returncode == HUNG, run.stderr
     held = " with the interpreter lock held" if rank_0 == "regex" else ""
     told = rf"no progress for more than \S+ s; in the script \(ways_to_hang.py:\d+ in {rank_0}\){held}$"
@@ -94,7 +94,7 @@ def test_hung_rank_that_no_other_rank_waits_for_is_detected(rank_0: str, rank_1:
 
 
 def test_rank_that_works_after_the_others_have_ended_is_not_hung() -> None:
-    run = launch("--hang-timeout", LIMIT, ENDS, "work", "end", 3 * LIMIT)
+    run = launch_two_ranks("--hang-timeout", LIMIT, ENDS, "work", "end", 3 * LIMIT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("worked") == 1
 

@@ -3,15 +3,14 @@
 Or it is refused in words: hooks of an optimizer that does not hold the model's own, whole parameters.
 """
 
-import importlib.util
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 
 from ddp_kit.config.settings import STRATEGIES
+from tests.programs import hooks
 from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -21,11 +20,6 @@ SCRIPT = PROGRAMS / "hooks.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradient_and_weight_changes_at_every_placement_equal_one_process(start: Start, ranks: int) -> None:
-    spec = importlib.util.spec_from_file_location("hooks", SCRIPT)
-    assert spec
-    assert spec.loader
-    hooks = sys.modules["hooks"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
     assert hooks.PARALLEL.keys() == STRATEGIES.keys(), "the table has all placements"
     expected = {name: hooks.reference(*changes[:2]) for name, changes in {**hooks.CALLBACKS, **hooks.HOOKS}.items()}
     run = start("ddpkit", ranks, SCRIPT)
@@ -43,7 +37,7 @@ def test_gradient_and_weight_changes_at_every_placement_equal_one_process(start:
     for (strategy, offload, name), found in changed.items():
         whole = not offload and (ranks == 1 or strategy in ("ddp", "device_map"))
         if name in hooks.HOOKS and not whole:
-            assert "has hooks around its step (trained.<locals>.<lambda>)" in found
+            assert "has hooks around its step (predictions_after.<locals>.<lambda>)" in found
             assert "on_gradients(trainer, gradients)" in found
             assert ranks == 4 or (offload or strategy) in found
         elif name == "skipped on the model" and "on_gradients replaced `grad` of blocks." in found:

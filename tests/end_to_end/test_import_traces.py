@@ -387,7 +387,7 @@ def expected(names: list[str]) -> dict[str, Any]:
     return {name: TRACES[name].cold for name in names}
 
 
-def check(seen: dict[str, Any], names: list[str], folder: Path) -> None:
+def check_traces(seen: dict[str, Any], names: list[str], folder: Path) -> None:
     folders = [name for name in names if name in ("folder", "folder_of_exit")]
     assert seen.pop("folders are there") == [True] * len(folders)
     assert seen == expected(names)
@@ -400,7 +400,7 @@ def check(seen: dict[str, Any], names: list[str], folder: Path) -> None:
 def test_what_imports_leave_is_in_each_worker_as_in_a_new_process(way: str, tmp_path: Path) -> None:
     seen, _ = seen_by_two_ranks(tmp_path, list(TRACES), *(["--cold"] * (way == "cold")))
     assert seen.pop("forked") == (way == "warm")
-    check(seen, list(TRACES), tmp_path)
+    check_traces(seen, list(TRACES), tmp_path)
 
 
 @pytest.mark.slow
@@ -408,7 +408,7 @@ def test_what_preloaded_imports_leave_is_in_each_worker_as_in_a_new_process(tmp_
     names = [name for name, trace in TRACES.items() if trace.reason != UNSEEN]
     seen, stderr = seen_by_two_ranks(tmp_path, names, "--preload", ",".join(f"left_{name}" for name in names))
     assert seen.pop("forked")
-    check(seen, names, tmp_path)
+    check_traces(seen, names, tmp_path)
     told = [name for name in names if f"left_{name} is imported in each process" in stderr]
     assert told == [name for name in names if TRACES[name].reason]
 

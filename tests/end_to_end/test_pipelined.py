@@ -106,7 +106,9 @@ FULL: dict[str, Any] = {
 }
 
 
-def run(start: Start, ranks: int, folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def results_by_case(
+    start: Start, ranks: int, folder: Path, cases: dict[str, dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
     """Of each case, by rank. One rank trains without a pipeline."""
     folder.mkdir()
     complete = [
@@ -136,9 +138,9 @@ UNEVEN = {name: case for name, case in CASES.items() if name.endswith("uneven pa
 @pytest.mark.timeout(seconds(600))
 @pytest.mark.parametrize("two_pipelines", [UNEVEN, CASES], ids=["", "all"])
 def test_pipeline_trains_like_one_process(start: Start, tmp_path: Path, two_pipelines: dict[str, Any]) -> None:
-    alone = run(start, 1, tmp_path / "1", CASES | FOUR_STAGES | COMBINED)
+    alone = results_by_case(start, 1, tmp_path / "1", CASES | FOUR_STAGES | COMBINED)
     for ranks, cases in ((2, CASES), (4, two_pipelines | FOUR_STAGES | COMBINED)):
-        for name, results in run(start, ranks, tmp_path / str(ranks), cases).items():
+        for name, results in results_by_case(start, ranks, tmp_path / str(ranks), cases).items():
             (expected,) = alone[name]
             for found in results:
                 place = f"{name}, rank {found['rank']} of {ranks}"
@@ -169,12 +171,12 @@ def test_pipeline_resumes_bitwise_and_its_checkpoints_load_elsewhere(start: Star
         found = {}
         for ranks in (2, 4):
             own = {name: case for name, (at, case) in cases.items() if at == ranks}
-            found |= run(start, ranks, tmp_path / f"{name} {ranks}", own)
+            found |= results_by_case(start, ranks, tmp_path / f"{name} {ranks}", own)
         return found
 
     whole = by_ranks({name: (ranks, {**case, "every": 1}) for name, (ranks, case) in (KINDS | RANDOM).items()}, "whole")
     one = {f"one {name}": {**FULL, "resume": third(whole[name])} for name in KINDS}
-    alone = run(start, 1, tmp_path / "alone", {"alone": {**FULL, "every": 1}, **one})
+    alone = results_by_case(start, 1, tmp_path / "alone", {"alone": {**FULL, "every": 1}, **one})
     again = {
         f"again {name}": (ranks, {**case, "resume": third(whole[name])})
         for name, (ranks, case) in (KINDS | RANDOM).items()

@@ -1,6 +1,5 @@
 """`ddpkit plan` on real scripts, and its arithmetic against the bytes that ranks really have."""
 
-import importlib.util
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import pytest
 
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
 from ddp_kit.memory.estimate import MemoryPlan
+from tests.programs.planned import trainer_and_data
 from tests.support.fake_cuda import with_visible_gpus
 from tests.support.launching import DDPKIT, PROGRAMS, ROOT, started
 
@@ -39,24 +39,24 @@ def test_plan_of_exact_bytes_equals_the_bytes_on_ranks(
     assert run.returncode == 0, run.stderr
     found = [json.loads(line) for line in re.findall(r"\{.*\}", run.stdout)]
     assert len(found) == ranks
-    plan = planned(monkeypatch, ranks, parallel)
+    plan = plan_for(monkeypatch, ranks, parallel)
     assert plan.certain
     for name in ("weights", "gradients", "optimizer_state"):
         assert max(rank[name] for rank in found) == getattr(plan, name), (name, found)
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, ranks: int, parallel: Any) -> MemoryPlan:
+def plan_for(monkeypatch: pytest.MonkeyPatch, ranks: int, parallel: Any) -> MemoryPlan:
     with monkeypatch.context() as patch:
         patch.setenv(PLAN_RANKS, str(ranks))
         patch.setenv(PLAN_MEMORY, "1")
-        trainer, data = made(json.dumps(parallel))
+        trainer, data = trainer_and_data(json.dumps(parallel))
         found: MemoryPlan = trainer.plan(data)
     return found
 
 
 @pytest.mark.slow
 def test_auto_strategy_trains_with_its_choice(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned(monkeypatch, 2, "fsdp")
+    plan = plan_for(monkeypatch, 2, "fsdp")
     counted = plan.exact + plan.communication
     memory = int(counted / 0.8)  # of which it takes more than 70 % and less than 85 %
     run = start("ddpkit", 2, SCRIPT, '"auto"', str(memory))
@@ -67,15 +67,6 @@ def test_auto_strategy_trains_with_its_choice(start: Any, monkeypatch: pytest.Mo
     assert float(most) == pytest.approx(0.85 * memory / 1024, rel=0.01)
     found = [json.loads(line) for line in re.findall(r"\{.*\}", run.stdout)]
     assert max(rank["weights"] for rank in found) == plan.weights
-
-
-def made(parallel: str) -> Any:
-    spec = importlib.util.spec_from_file_location("planned", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.made(parallel)
 
 
 @pytest.mark.slow

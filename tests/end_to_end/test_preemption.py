@@ -21,7 +21,7 @@ MOST = round(seconds(300))
 """Steps of a run that is to be stopped. One takes 0.2 s once the signal is sent: all ranks hear it before the last."""
 
 
-def train(
+def train_and_signal(
     by: list[str | Path],
     folder: Path,
     who: str = "nobody",
@@ -33,7 +33,7 @@ def train(
     return run(*by, script, folder, who, signal, settings, env=env)
 
 
-def ended(run: "subprocess.CompletedProcess[str]") -> str:
+def end_line(run: "subprocess.CompletedProcess[str]") -> str:
     assert run.returncode == 0, run.stderr
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("ended")]
     return line
@@ -56,22 +56,22 @@ def last_state(folder: Path) -> dict[str, object]:
 
 def test_stop_signals_at_different_times_save_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     settings = json.dumps({"max_steps": MOST})
-    whole = ended(train(LAUNCH, tmp_path / "undisturbed", settings=settings))
+    whole = end_line(train_and_signal(LAUNCH, tmp_path / "undisturbed", settings=settings))
     folder = tmp_path / "run"
-    first = stopped(train(LAUNCH, folder, "launcher", "SIGTERM", settings), folder, "SIGTERM")
-    second = stopped(train(LAUNCH, folder, "rank", "SIGUSR1", settings), folder, "SIGUSR1")
+    first = stopped(train_and_signal(LAUNCH, folder, "launcher", "SIGTERM", settings), folder, "SIGTERM")
+    second = stopped(train_and_signal(LAUNCH, folder, "rank", "SIGUSR1", settings), folder, "SIGUSR1")
     assert 5 <= first <= second - 5 < MOST - 5
-    assert ended(train(LAUNCH, folder, settings=settings)) == whole
+    assert end_line(train_and_signal(LAUNCH, folder, settings=settings)) == whole
 
 
 def test_run_stopped_by_ctrl_c_or_max_seconds_resumes_later(tmp_path: Path) -> None:
-    whole = ended(train(ALONE, tmp_path / "undisturbed"))
+    whole = end_line(train_and_signal(ALONE, tmp_path / "undisturbed"))
     folder = tmp_path / "run"
-    stopped(train(ALONE, folder, "rank", "SIGINT"), folder, "SIGINT")
-    first = stopped(train(ALONE, folder, "rank", "SIGUSR2"), folder, "SIGUSR2")
+    stopped(train_and_signal(ALONE, folder, "rank", "SIGINT"), folder, "SIGINT")
+    first = stopped(train_and_signal(ALONE, folder, "rank", "SIGUSR2"), folder, "SIGUSR2")
     limit = '{"max_seconds": 0.01}'
-    assert stopped(train(ALONE, folder, settings=limit), folder, "max_seconds") == first + 1
-    assert ended(train(ALONE, folder)) == whole
+    assert stopped(train_and_signal(ALONE, folder, settings=limit), folder, "max_seconds") == first + 1
+    assert end_line(train_and_signal(ALONE, folder)) == whole
 
 
 # The job's last seconds begin once a rank has done its imports.
@@ -88,7 +88,7 @@ def test_run_saves_before_its_time_limit_and_warns_if_a_save_exceeds_the_grace(
 ) -> None:
     folder = tmp_path / "run"
     often = json.dumps({"checkpoint": {"dir": str(folder), "every_steps": 1}})
-    run = train(LAUNCH, folder, "saver", "slow", often, script(ENDS_SOON), DDPKIT_GRACE_SECONDS="6")
+    run = train_and_signal(LAUNCH, folder, "saver", "slow", often, script(ENDS_SOON), DDPKIT_GRACE_SECONDS="6")
     stopped(run, folder, "the approaching end of the job")
     said = (
         r"a save takes about \d+\.\d s, which may not fit into the 1 s between SIGTERM and SIGKILL; "
@@ -100,7 +100,7 @@ def test_run_saves_before_its_time_limit_and_warns_if_a_save_exceeds_the_grace(
 def test_saves_every_seconds_are_of_the_same_step_on_all_ranks(tmp_path: Path) -> None:
     most = round(seconds(30))
     often = {"dir": str(tmp_path), "every_seconds": 0.1, "keep_last": 2 * most}
-    ended(train(LAUNCH, tmp_path, "nobody", "slow", json.dumps({"checkpoint": often, "max_steps": most})))
+    end_line(train_and_signal(LAUNCH, tmp_path, "nobody", "slow", json.dumps({"checkpoint": often, "max_steps": most})))
     steps = [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole]
     assert len(steps) >= 3
     assert steps[0] == most
@@ -110,10 +110,10 @@ def test_saves_every_seconds_are_of_the_same_step_on_all_ranks(tmp_path: Path) -
 def test_evaluation_too_long_for_the_grace_is_left_to_the_resumed_run(steps: int, tmp_path: Path) -> None:
     # 20: it is the last one of the run.
     settings = f'{{"eval_every_steps": 10, "max_steps": {steps}}}'
-    whole = ended(train(LAUNCH, tmp_path / "undisturbed", settings=settings))
+    whole = end_line(train_and_signal(LAUNCH, tmp_path / "undisturbed", settings=settings))
     folder = tmp_path / "run"
-    assert stopped(train(LAUNCH, folder, "evaluation", "SIGTERM", settings), folder, "SIGTERM") == 20
-    assert ended(train(LAUNCH, folder, settings=settings)) == whole
+    assert stopped(train_and_signal(LAUNCH, folder, "evaluation", "SIGTERM", settings), folder, "SIGTERM") == 20
+    assert end_line(train_and_signal(LAUNCH, folder, settings=settings)) == whole
     assert last_state(folder) == last_state(tmp_path / "undisturbed")
 
 
@@ -121,16 +121,16 @@ EVALUATED = '{"eval_every_steps": 20}'
 
 
 def test_run_stopped_before_its_first_step_asks_for_a_restart(tmp_path: Path) -> None:
-    whole = ended(train(ALONE, tmp_path / "undisturbed", settings=EVALUATED))
+    whole = end_line(train_and_signal(ALONE, tmp_path / "undisturbed", settings=EVALUATED))
     folder = tmp_path / "run"
-    assert stopped(train(ALONE, folder, "sanity", "SIGTERM", EVALUATED), folder, "SIGTERM") == 1
-    assert ended(train(ALONE, folder, settings=EVALUATED)) == whole
+    assert stopped(train_and_signal(ALONE, folder, "sanity", "SIGTERM", EVALUATED), folder, "SIGTERM") == 1
+    assert end_line(train_and_signal(ALONE, folder, settings=EVALUATED)) == whole
 
 
 def test_stop_request_of_one_rank_before_the_first_step_stops_the_run(tmp_path: Path) -> None:
     settings = json.dumps({"eval_every_steps": 20, "max_steps": MOST})
-    assert stopped(train(LAUNCH, tmp_path, "sanity", "SIGTERM", settings), tmp_path, "SIGTERM") < MOST
+    assert stopped(train_and_signal(LAUNCH, tmp_path, "sanity", "SIGTERM", settings), tmp_path, "SIGTERM") < MOST
 
 
 def test_signal_after_the_last_step_does_not_change_the_result(tmp_path: Path) -> None:
-    assert ended(train(ALONE, tmp_path, "end", "SIGTERM")).startswith("ended 60")
+    assert end_line(train_and_signal(ALONE, tmp_path, "end", "SIGTERM")).startswith("ended 60")

@@ -55,10 +55,10 @@ def test_recipe_does_not_depend_on_the_ranks_and_resumes_bitwise(
     resumed = ended(killed_at, "kills")
     for name in names:
         pairs = zip(*map(pytree.tree_leaves, (whole[killed_at][name], resumed[name])), strict=True)
-        assert all(same(*pair) for pair in pairs), name
+        assert all(equal_values(*pair) for pair in pairs), name
 
 
-def same(one: Any, other: Any) -> bool:
+def equal_values(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 

@@ -24,7 +24,7 @@ def rehearse(folder: Path, *words: object, ranks: int = 2, code: int = 0) -> lis
     return runs
 
 
-def refused(folder: Path, *words: object, code: int = 2) -> str:
+def refusal(folder: Path, *words: object, code: int = 2) -> str:
     """What a rehearsal that cannot be done says."""
     done = run(DDPKIT, "rehearse", *words, cwd=folder, timeout=400)
     assert done.returncode == code, done.stdout + done.stderr
@@ -165,7 +165,7 @@ def test_rehearsal_that_is_impossible_says_why(tmp_path: Path, what: str, folder
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "checkpoint.tmp").write_text("of the user")
     timeout = ("--step-timeout", 6) if what == "prints_forever" else ()
-    said = refused(tmp_path, *timeout, REHEARSALS / "unusual.py", what, folder, code=code)
+    said = refusal(tmp_path, *timeout, REHEARSALS / "unusual.py", what, folder, code=code)
     assert message in said
     assert (tmp_path / "shared" / "checkpoint.tmp").read_text() == "of the user"
     assert not list(tmp_path.rglob("out-*"))
@@ -177,14 +177,14 @@ def test_rehearsal_does_not_overwrite_a_checkpoint_of_accelerate(tmp_path: Path)
     saved = tmp_path / "saved" / "step-007" / "model.safetensors"
     saved.parent.mkdir(parents=True)
     saved.write_text("of the user")
-    said = refused(tmp_path, REHEARSALS / "accelerated.py", "--output_dir", "saved")
+    said = refusal(tmp_path, REHEARSALS / "accelerated.py", "--output_dir", "saved")
     assert f"changes {saved}, which existed before the rehearsal" in said
     assert saved.read_text() == "of the user"
 
 
 def test_rehearsal_that_a_launcher_flag_prevents_has_the_launchers_message_and_exit_code(tmp_path: Path) -> None:
     words = (REHEARSALS / "unusual.py", "ends_early", "out-{run}")
-    assert "--nproc-per-node 0 is less than 1" in refused(tmp_path, "--nproc-per-node", 0, *words)
+    assert "--nproc-per-node 0 is less than 1" in refusal(tmp_path, "--nproc-per-node", 0, *words)
     *_, more = rehearse(tmp_path, "--ranks", 99999999, REHEARSALS / "plain.py", "out-{run}", ranks=1, code=1)
     assert "more processes than Linux allows" in more["summary"]
     assert not more["cause"]

@@ -1,6 +1,5 @@
 """Streams of unequal lengths: every sample once, and each step's gradient that of all its samples over all ranks."""
 
-import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -11,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs import streams
+from tests.programs.toys import flat, momentum_sgd, small_network
 from tests.support.launching import PROGRAMS
 
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 SCRIPT = PROGRAMS / "streams.py"
-
-spec = importlib.util.spec_from_file_location("streams", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-streams = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(streams)
 
 USUAL = {
     "global_batch": 4,
@@ -48,10 +43,10 @@ CASES = [
 ]
 
 
-def by_hand(case: dict[str, Any], passes: list[tuple[int, list[int]]], steps: int) -> list[float]:
+def streams_by_hand(case: dict[str, Any], passes: list[tuple[int, list[int]]], steps: int) -> list[float]:
     """The same steps, each of all its samples at once. `passes`: of all ranks, with the step that each belongs to."""
-    model = streams.network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = small_network()
+    optimizer = momentum_sgd(model.parameters())
     for number in range(steps):
         numbers = list(chain.from_iterable(seen for step, seen in passes if step == number))
         x = torch.stack([streams.sample(one)[1] for one in numbers])
@@ -60,7 +55,7 @@ def by_hand(case: dict[str, Any], passes: list[tuple[int, list[int]]], steps: in
         ((model(x).squeeze(1) ** 2 * weights).sum() / weights.sum().clamp(min=1e-9)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    return flat(model.parameters()).tolist()
 
 
 @pytest.mark.slow
@@ -87,5 +82,5 @@ def test_streams_of_unequal_lengths_train_exactly(start: Start, tmp_path: Path, 
             assert set(used) < set(every)
         for one in found:
             assert (one["steps"], one["samples"]) == (found[0]["steps"], len(used)), case
-            expected = by_hand(case, passes, one["steps"])
+            expected = streams_by_hand(case, passes, one["steps"])
             assert one["weights"] == pytest.approx(expected, abs=1e-12, rel=0), case

@@ -102,7 +102,7 @@ def _seen(agents: list["subprocess.Popen[str]"], folder: Path, before: str = "")
     )
 
 
-def _run(launcher: str, words: list[str], folder: Path, env: dict[str, str]) -> Seen:
+def run_once(launcher: str, words: list[str], folder: Path, env: dict[str, str]) -> Seen:
     return _seen([_start(launcher, words, folder, env)], folder)
 
 
@@ -125,7 +125,7 @@ def same(tmp_path: Path) -> Same:
         seen = {}
         for launcher in COMMANDS:
             shutil.rmtree(tmp_path / launcher, ignore_errors=True)
-            seen[launcher] = _run(launcher, list(map(str, words)), tmp_path / launcher, env or {})
+            seen[launcher] = run_once(launcher, list(map(str, words)), tmp_path / launcher, env or {})
         assert seen["ddpkit"] == seen["torchrun"], seen["ddpkit"].errors
         return seen["ddpkit"]
 
@@ -234,7 +234,7 @@ def test_log_folders_and_files_are_private_and_never_left_empty(worker: str, tmp
     os.umask(0o022)
     words = ["--nproc-per-node=2", "--log-dir=logs", "-t=3", "--duplicate-stdout-filters=apple", worker]
     env = {"PYTHONPATH": str(site), "PATH": os.pathsep.join(p for p in os.environ["PATH"].split(":") if p != str(BIN))}
-    seen = _run("ddpkit", words, tmp_path, env)
+    seen = run_once("ddpkit", words, tmp_path, env)
     assert not seen.failed, seen.errors
     made = [tmp_path / "logs", *(tmp_path / "logs").rglob("*")]
     assert {path.name for path in made} >= {"attempt_0", "0", "1", "stdout.log", "filtered_stdout.log", "verdict.json"}
@@ -291,13 +291,13 @@ def test_python_exec_names_the_interpreter(same: Same, worker: str, tmp_path: Pa
     python.chmod(0o755)
     seen = same("--nproc-per-node", 2, worker, env={"PYTHON_EXEC": str(python)})
     assert seen.environments["1.0"]["OTHER"] == f"-u {worker}"
-    missing = _run("ddpkit", [worker], tmp_path, {"PYTHON_EXEC": "/nowhere/python"})
+    missing = run_once("ddpkit", [worker], tmp_path, {"PYTHON_EXEC": "/nowhere/python"})
     assert_one_message(missing.code, missing.errors, {2, 3}, "/nowhere/python")
 
 
 def test_python_m_ddp_kit_is_the_same_launcher(worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "module", [sys.executable, "-m", "ddp_kit", "launch"])
-    seen = [_run(name, [worker], tmp_path / name, {}) for name in COMMANDS]
+    seen = [run_once(name, [worker], tmp_path / name, {}) for name in COMMANDS]
     assert seen[0] == seen[1] == seen[2]
 
 
@@ -333,7 +333,7 @@ def test_plugins_for_rendezvous_and_event_logs_are_used_by_torchrun_itself(
 def test_torchrun_itself_decides_the_exit_code_of_its_jobs(worker: str, tmp_path: Path) -> None:
     Path(worker).write_text(WORKER + "sys.exit(7)")
     words = ["--nproc-per-node=1", "--event-log-handler=console", "--keep-warm", worker]
-    seen = _run("ddpkit", words, tmp_path, {})
+    seen = run_once("ddpkit", words, tmp_path, {})
     assert seen.code == 1, seen.errors
     assert '"torchelastic.worker.status.FAILED"' in seen.errors
     assert seen.environments["0.0"]["WORLD_SIZE"] == "1"
@@ -342,7 +342,7 @@ def test_torchrun_itself_decides_the_exit_code_of_its_jobs(worker: str, tmp_path
 def test_file_timers_of_workers_are_served_if_a_variable_enables_them(tmp_path: Path) -> None:
     """When one expires, torch kills the worker, and then torchrun itself."""
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(tmp_path / "timers")}
-    seen = _run("ddpkit", ["--nproc-per-node=1", ENDS, "expires", str(LONG)], tmp_path, env)
+    seen = run_once("ddpkit", ["--nproc-per-node=1", ENDS, "expires", str(LONG)], tmp_path, env)
     assert seen.code == -signal.SIGKILL, seen.errors
     assert "because only torchrun supports TORCHELASTIC_ENABLE_FILE_TIMER=1" in seen.errors
 
@@ -399,7 +399,7 @@ def test_root_cause_is_passed_on_as_by_torchrun_and_shown_once(tmp_path: Path) -
     for launcher in COMMANDS:
         own = tmp_path / f"{launcher}.json"
         words = ["--nproc-per-node=2", ENDS, "records", str(LONG)]
-        seen = _run(launcher, words, tmp_path / launcher, {"TORCHELASTIC_ERROR_FILE": str(own)})
+        seen = run_once(launcher, words, tmp_path / launcher, {"TORCHELASTIC_ERROR_FILE": str(own)})
         assert seen.failed
         error: dict[str, Any] = json.loads(own.read_text())["message"]
         del error["extraInfo"]["timestamp"]
@@ -415,7 +415,7 @@ def test_root_cause_is_passed_on_as_by_torchrun_and_shown_once(tmp_path: Path) -
 
 def test_error_file_whose_message_is_a_string_is_shown_and_passed_on(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
-    seen = _run(
+    seen = run_once(
         "ddpkit",
         ["--nproc-per-node=2", ENDS, "own file", str(LONG)],
         tmp_path / "run",

@@ -36,7 +36,7 @@ WEIGHTS = {
 }
 
 
-def save(folder: Path, models: list[dict[str, Any]], step: int = 1) -> Path:
+def save_models(folder: Path, models: list[dict[str, Any]], step: int = 1) -> Path:
     """By as many writers as there are models."""
     with ExitStack() as stack:
         savers = [
@@ -66,7 +66,7 @@ def models(kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
@@ -82,10 +82,10 @@ def export(*words: object) -> str:
 def test_export_writes_the_weights(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1000)
     monkeypatch.setattr(weight_files, "_CHUNK", 1000)
-    path = save(tmp_path / "runs", models(kind))
+    path = save_models(tmp_path / "runs", models(kind))
     target = tmp_path / "model.safetensors"
     assert str(target) in export(path, target)
-    assert same(load_file(target), WEIGHTS)
+    assert equal_weights(load_file(target), WEIGHTS)
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["model.safetensors", "runs"]
 
 
@@ -94,13 +94,13 @@ def test_export_of_any_placement_writes_the_same_file(tmp_path: Path, monkeypatc
     contents = set()
     for kind in ("one writer", "four writers", "pieces of three ranks"):
         target = tmp_path / f"{kind}.safetensors"
-        export(save(tmp_path / kind, models(kind)), target)
+        export(save_models(tmp_path / kind, models(kind)), target)
         contents.add(target.read_bytes())
     assert len(contents) == 1
 
 
 def test_export_of_shards_has_an_index_and_the_requested_size(tmp_path: Path) -> None:
-    path = save(tmp_path / "runs", models("pieces of three ranks"))
+    path = save_models(tmp_path / "runs", models("pieces of three ranks"))
     export(path, tmp_path / "m.safetensors", "--max-shard-size", "5kb")
     index = json.loads((tmp_path / "m.safetensors.index.json").read_text())
     files = sorted({*index["weight_map"].values()})
@@ -112,7 +112,7 @@ def test_export_of_shards_has_an_index_and_the_requested_size(tmp_path: Path) ->
         assert all(index["weight_map"][name] == file for name in shard)
         assert len(shard) == 1 or sum(each.nbytes for each in shard.values()) <= 5000
         read |= shard
-    assert same(read, WEIGHTS)
+    assert equal_weights(read, WEIGHTS)
 
 
 def test_export_writes_tied_weights_once_named_like_save_model(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_export_writes_tied_weights_once_named_like_save_model(tmp_path: Path) -
     model.embedding, model.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
     model.head.weight = model.embedding.weight
     target = tmp_path / "model.safetensors"
-    export(save(tmp_path / "runs", [model.state_dict()]), target)
+    export(save_models(tmp_path / "runs", [model.state_dict()]), target)
     with safetensors.safe_open(target, "pt") as opened:  # type: ignore[no-untyped-call]
         assert opened.metadata() == {"head.weight": "embedding.weight", "format": "pt"}
     weight = model.head.weight.detach().clone()
@@ -131,7 +131,7 @@ def test_export_writes_tied_weights_once_named_like_save_model(tmp_path: Path) -
 
 def test_export_of_a_run_uses_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save(tmp_path / "runs", [{"weight": torch.full((3,), float(step))}], step)
+        save_models(tmp_path / "runs", [{"weight": torch.full((3,), float(step))}], step)
     (tmp_path / "runs" / name_of(3) / "state.json").unlink()
     said = export(tmp_path / "runs", tmp_path / "model.safetensors")
     assert "skipped" in said
@@ -140,7 +140,7 @@ def test_export_of_a_run_uses_the_newest_whole_checkpoint(tmp_path: Path) -> Non
 
 
 def test_export_of_a_changed_byte_leaves_no_file(tmp_path: Path) -> None:
-    path = save(tmp_path / "runs", [dict(WEIGHTS)])
+    path = save_models(tmp_path / "runs", [dict(WEIGHTS)])
     content = bytearray((path / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (path / "model.safetensors").write_bytes(content)
@@ -157,13 +157,13 @@ def test_export_needs_memory_for_a_chunk_not_for_the_model(tmp_path: Path, monke
         {name: Piece(each[:, begin : begin + (1 << 17)], (8, 1 << 18), (0, begin)) for name, each in weights.items()}
         for begin in (0, 1 << 17)
     ]
-    path = save(tmp_path / "runs", halves)
+    path = save_models(tmp_path / "runs", halves)
     tracemalloc.start()
     export(path, tmp_path / "model.safetensors")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 5 << 20, "two buffers of 1 MiB, and a chunk or two for each file"
-    assert same(load_file(tmp_path / "model.safetensors"), weights)
+    assert equal_weights(load_file(tmp_path / "model.safetensors"), weights)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_export_with_invalid_arguments_writes_nothing(
     words: list[str], kind: type[DdpKitError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save(tmp_path / "runs", [dict(WEIGHTS)])
-    save(tmp_path / "complex", [{"c": torch.ones(2) * 1j}])
-    save(tmp_path / "empty", [{}])
+    save_models(tmp_path / "runs", [dict(WEIGHTS)])
+    save_models(tmp_path / "complex", [{"c": torch.ones(2) * 1j}])
+    save_models(tmp_path / "empty", [{}])
     (tmp_path / "there.safetensors").touch()
     before = {*tmp_path.iterdir()}
     with pytest.raises(kind, match=said) as raised:
@@ -196,10 +196,10 @@ def test_export_with_invalid_arguments_writes_nothing(
 
 @pytest.mark.slow
 def test_export_command_needs_no_torch(ddpkit: Command, tmp_path: Path) -> None:
-    path = save(tmp_path / "runs", [dict(WEIGHTS)])
+    path = save_models(tmp_path / "runs", [dict(WEIGHTS)])
     done = ddpkit("export", path, "model.safetensors", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert same(load_file(tmp_path / "model.safetensors"), WEIGHTS)
+    assert equal_weights(load_file(tmp_path / "model.safetensors"), WEIGHTS)
     assert ddpkit("export", path, "model.safetensors", cwd=tmp_path).returncode == 2
     (path / "model.safetensors").write_bytes(b"")
     done = ddpkit("export", path, "other.safetensors", cwd=tmp_path)

@@ -35,7 +35,7 @@ def job(limits: Limits, *nodes: Node) -> tuple[Job, list[Order]]:
     return machine, [order for one in nodes for order in machine.joined(one, 0.0)]
 
 
-def failure(rank: int = 1, **changes: object) -> Failure:
+def failure_of(rank: int = 1, **changes: object) -> Failure:
     return Failure(**{"rank": rank, "local_rank": rank, "pid": 7, "exit_code": 1, "after": 1.0, **changes})  # type: ignore[arg-type]
 
 
@@ -73,12 +73,12 @@ def test_job_of_a_single_node_starts_at_once_and_ends_with_its_workers() -> None
     assert the_end(machine.reported(report(0, State.DONE), 1.0)) == Outcome()
 
 
-FAULTY = failure(3, exit_code=ExitCode.FAULTY, faulty=True)
+FAULTY = failure_of(3, exit_code=ExitCode.FAULTY, faulty=True)
 
 
 def test_job_excludes_the_node_of_a_faulty_rank_and_continues_with_the_others() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
-    machine.reported(report(0, State.FAILED, failure(0, secondary=True)), 1.0)
+    machine.reported(report(0, State.FAILED, failure_of(0, secondary=True)), 1.0)
     dismissal, start = machine.reported(report(1, State.FAILED, FAULTY), 1.1)
     assert isinstance(dismissal, Dismiss)
     assert (dismissal.node, judge(dismissal.outcome).exit_code) == (1, ExitCode.FAULTY)
@@ -94,7 +94,7 @@ def test_job_excludes_the_node_of_a_faulty_rank_and_continues_with_the_others() 
 )
 def test_job_with_a_faulty_rank_on_a_node_that_it_needs_ends(limits: Limits, number: int) -> None:
     machine, _ = job(limits, node(0), node(1))
-    machine.reported(report(1 - number, State.FAILED, failure(0, secondary=True)), 1.0)
+    machine.reported(report(1 - number, State.FAILED, failure_of(0, secondary=True)), 1.0)
     outcome = the_end(machine.reported(report(number, State.FAILED, FAULTY), 1.1))
     assert judge(outcome).exit_code == ExitCode.FAULTY
     assert "not restarted: its device would compute wrong numbers again" in outcome.note
@@ -136,7 +136,7 @@ def test_job_with_too_few_nodes_ends_after_the_join_timeout() -> None:
 
 def test_job_after_a_failure_stops_all_nodes_and_restarts_with_a_new_store() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
-    assert machine.reported(report(1, State.FAILED, failure(2)), 1.0) == [Stop(0)]
+    assert machine.reported(report(1, State.FAILED, failure_of(2)), 1.0) == [Stop(0)]
     start = the_start(machine.reported(report(0, State.STOPPED, port=777), 1.1))
     assert (start.assignments[0].round, start.assignments[0].restarts, start.assignments[1].master_port) == (1, 1, 777)
     assert "rank 2 failed first" in start.why
@@ -144,9 +144,9 @@ def test_job_after_a_failure_stops_all_nodes_and_restarts_with_a_new_store() -> 
 
 def test_job_without_restarts_left_ends_with_all_failures() -> None:
     machine, _ = job(TWO, node(0), node(1))
-    machine.reported(report(1, State.FAILED, failure(2, after=1.2)), 1.0)
+    machine.reported(report(1, State.FAILED, failure_of(2, after=1.2)), 1.0)
     outcome = the_end(
-        machine.reported(report(0, State.STOPPED, failure(0, after=1.1), failure(1, terminated=True)), 1.0)
+        machine.reported(report(0, State.STOPPED, failure_of(0, after=1.1), failure_of(1, terminated=True)), 1.0)
     )
     assert {each.rank for each in outcome.failures} == {0, 1, 2}
 
@@ -154,7 +154,7 @@ def test_job_without_restarts_left_ends_with_all_failures() -> None:
 @pytest.mark.parametrize("limits", [ELASTIC, Limits(min_nodes=1, max_nodes=2, max_restarts=3)])
 def test_job_does_not_count_a_dead_node_as_a_restart(limits: Limits) -> None:
     machine, _ = job(limits, node(0), node(1))
-    assert machine.reported(report(0, State.FAILED, failure(0)), 1.0) == [Stop(0)]
+    assert machine.reported(report(0, State.FAILED, failure_of(0)), 1.0) == [Stop(0)]
     machine.heartbeat(0, 3.5)
     start = the_start(machine.tick(3.6))
     assert (start.assignments.keys(), start.assignments[0].restarts) == ({0}, 0)
@@ -220,7 +220,7 @@ def test_job_with_room_admits_a_new_node() -> None:
     machine.heartbeat(0, 30.0)
     machine.tick(30.0)
     assert machine.joined(node(1), 31.0) == [Stop(0, may_save=True)]
-    start = the_start(machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1))
+    start = the_start(machine.reported(report(0, State.STOPPED, failure_of(0, terminated=True)), 31.1))
     assert (start.assignments.keys(), start.assignments[0].restarts, start.why) == ({0, 1}, 0, "a node joined")
 
 
@@ -295,14 +295,14 @@ def test_job_that_runs_refuses_a_node_with_another_number_of_nodes() -> None:
 def test_job_lists_ranks_that_exited_early_once() -> None:
     machine, _ = job(TWO, node(0), node(1))
     machine.reported(Report(0, 0, State.DONE, ended_well=(0, 1)), 1.0)
-    machine.reported(report(1, State.FAILED, failure(2, secondary=True)), 2.0)
+    machine.reported(report(1, State.FAILED, failure_of(2, secondary=True)), 2.0)
     outcome = the_end(machine.reported(Report(0, 0, State.STOPPED, ended_well=(0, 1)), 2.1))
     assert judge(outcome).text.startswith("ranks 0, 1 ended early, with exit code 0")
 
 
 def test_job_does_not_restart_after_an_import_error() -> None:
     machine, _ = job(Limits(max_restarts=3), node(0))
-    outcome = the_end(machine.reported(report(0, State.FAILED, failure(at_start=True)), 1.0))
+    outcome = the_end(machine.reported(report(0, State.FAILED, failure_of(at_start=True)), 1.0))
     assert outcome.note == "not restarted: an import in the script failed"
 
 
@@ -315,7 +315,7 @@ def test_job_whose_round_fails_without_a_failure_ends() -> None:
 
 def test_job_counts_failures_that_were_all_terminated() -> None:
     machine, _ = job(Limits(max_restarts=1), node(0))
-    told = failure(terminated=True, exit_code=-signal.SIGTERM)
+    told = failure_of(terminated=True, exit_code=-signal.SIGTERM)
     assert the_start(machine.reported(report(0, State.FAILED, told), 1.0)).assignments[0].restarts == 1
     assert the_end(machine.reported(report(0, State.FAILED, told, round=1), 2.0)).failures == (told,)
 
@@ -326,7 +326,7 @@ def waiting(limits: Limits, *nodes: Node) -> Job:
     for round_ in range(2):
         orders: list[Order] = []
         for each in nodes:
-            orders = machine.reported(report(each.number, State.FAILED, failure(message="no"), round=round_), 2.0)
+            orders = machine.reported(report(each.number, State.FAILED, failure_of(message="no"), round=round_), 2.0)
     assert the_pause(orders).endswith("; restart 2 of 9 in 1 s")
     return machine
 
@@ -363,7 +363,7 @@ def test_job_counts_new_steps_of_any_node_as_progress() -> None:
     machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), node(0), node(1))
     whys = []
     for round_, (began, reached) in enumerate([(0, 8), (5, 12), (10, 14)]):
-        not_begun = failure(2, message=str(round_))
+        not_begun = failure_of(2, message=str(round_))
         machine.reported(report(1, State.FAILED, not_begun, round=round_, steps=Steps(0, 0)), 1.0)
         stopped = report(0, State.STOPPED, round=round_, steps=Steps(began, reached))
         whys.append(the_start(machine.reported(stopped, 1.0)).why.rpartition("; ")[2])
@@ -395,7 +395,7 @@ def test_job_counts_nodes_that_are_lost_during_the_wait() -> None:
     now = 0.0
 
     def fail(other: int, round_: int) -> list[Order]:
-        machine.reported(report(0, State.FAILED, failure(message=f"no {now}"), round=round_), now)
+        machine.reported(report(0, State.FAILED, failure_of(message=f"no {now}"), round=round_), now)
         return machine.reported(report(other, State.STOPPED, round=round_), now)
 
     the_start(fail(1, 0))  # the first restart is immediate
@@ -425,9 +425,9 @@ def test_job_does_not_count_failures_caused_by_admitting_a_node() -> None:
         machine.heartbeat(number, 30.0)
     machine.tick(30.0)
     assert machine.joined(node(2), 31.0) == [Stop(0, may_save=True)]
-    assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 31.1)
+    assert not machine.reported(report(0, State.STOPPED, failure_of(0, terminated=True)), 31.1)
     start = the_start(
-        machine.reported(report(1, State.FAILED, failure(2)), 31.2)
+        machine.reported(report(1, State.FAILED, failure_of(2)), 31.2)
     )  # its peer had been stopped a moment before
     assert (start.assignments.keys(), start.assignments[0].restarts) == ({0, 1, 2}, 0)
 
@@ -435,8 +435,8 @@ def test_job_does_not_count_failures_caused_by_admitting_a_node() -> None:
 def test_job_stops_other_nodes_as_soon_as_one_is_failing() -> None:
     machine, _ = job(TWO, node(0), node(1))
     assert machine.reported(report(1, State.FAILING), 1.0) == [Stop(0)]
-    assert not machine.reported(report(0, State.STOPPED, failure(0, terminated=True)), 1.1)
-    outcome = the_end(machine.reported(report(1, State.FAILED, failure(2)), 5.0))
+    assert not machine.reported(report(0, State.STOPPED, failure_of(0, terminated=True)), 1.1)
+    outcome = the_end(machine.reported(report(1, State.FAILED, failure_of(2)), 5.0))
     assert [each.rank for each in outcome.failures] == [0, 2]
 
 
@@ -477,8 +477,8 @@ def test_job_does_not_report_an_earlier_signal_for_a_later_loss() -> None:
 
 def test_job_ignores_reports_of_earlier_rounds() -> None:
     machine, _ = job(Limits(max_restarts=2), node(0))
-    the_start(machine.reported(report(0, State.FAILED, failure()), 1.0))
-    assert not machine.reported(report(0, State.FAILED, failure()), 1.1)
+    the_start(machine.reported(report(0, State.FAILED, failure_of()), 1.0))
+    assert not machine.reported(report(0, State.FAILED, failure_of()), 1.1)
 
 
 KINDS = ["join", "silence", "done", "failed", "terminated", "no failure", "left", "tick"]
@@ -549,10 +549,10 @@ def test_job_with_any_events_has_whole_rounds_and_ends_once(
                 steps = None if noted is None else Steps(noted[0], sum(noted))
                 if steps is not None:
                     kept.add(steps.began)
-                one = failure(message=message, step=None if steps is None else steps.reached)
+                one = failure_of(message=message, step=None if steps is None else steps.reached)
                 obey(machine.reported(report(number, State.FAILED, one, round=latest, steps=steps), now))
             elif kind == "terminated":
-                told = failure(terminated=True, exit_code=-signal.SIGTERM)
+                told = failure_of(terminated=True, exit_code=-signal.SIGTERM)
                 obey(machine.reported(report(number, State.FAILED, told, round=latest), now))
             elif kind == "no failure":
                 obey(machine.reported(report(number, State.FAILED, round=latest), now))

@@ -28,7 +28,7 @@ only_root = pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, rea
 
 
 @contextmanager
-def changed(*names: str) -> "Iterator[dict[str, Any]]":
+def facts_after(*names: str) -> "Iterator[dict[str, Any]]":
     """The facts of a process that has made these changes."""
     words = [sys.executable, str(CHANGED), ",".join(names)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -46,7 +46,7 @@ def changed(*names: str) -> "Iterator[dict[str, Any]]":
 @pytest.mark.parametrize("name", CHANGES)
 def test_fact_of_a_changed_process_differs_and_no_other_does(name: str) -> None:
     here = {**facts_of(os.getpid()), **own_facts()}
-    with changed(name) as facts:
+    with facts_after(name) as facts:
         expected = {name, "the scheduling"} if name == "the priority" else {name}  # sched_attr has the nice value
         if name == "the root folder":  # without /proc, it cannot read its own facts
             here = facts_of(os.getpid())
@@ -64,7 +64,7 @@ def test_every_fact_has_a_change() -> None:
 @only_linux
 def test_facts_of_an_equal_process_are_equal() -> None:
     here = {**facts_of(os.getpid()), **own_facts()}
-    with changed() as facts:
+    with facts_after() as facts:
         assert difference(json.loads(json.dumps(here)), json.loads(json.dumps(facts))) == ""
     for name in here:
         assert difference(here, {**here, name: "other"}) == name

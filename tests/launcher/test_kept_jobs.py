@@ -57,7 +57,7 @@ def prepared(folder: Folder) -> None:
     wait_until(lambda: not folder.left(), folder.left)
 
 
-def both(folder: Folder, outcome: Callable[[], object]) -> object:
+def same_outcome(folder: Folder, outcome: Callable[[], object]) -> object:
     """The outcome of the same commands without and with the kept process: they must be equal, and leave nothing."""
     outcomes = {}
     for way in (ALONE, KEPT):
@@ -147,7 +147,7 @@ def test_interrupt_key_stops_the_job(folder: Folder) -> None:
             shell.type("\x03")
             return without_pids(shell.wait_for(" now"))
 
-    shown = both(folder, interrupt)
+    shown = same_outcome(folder, interrupt)
     assert isinstance(shown, list)
     assert {"ended 130 now", "ddpkit: stopped by SIGINT"} <= {*shown}
 
@@ -170,7 +170,7 @@ def test_suspend_key_suspends_the_job_until_it_is_resumed(folder: Folder, resume
             shell.type(f"{resume}; echo ended $? now\n")
             return without_pids(shell.wait_for(" now"))
 
-    shown = both(folder, suspend)
+    shown = same_outcome(folder, suspend)
     assert isinstance(shown, list)
     assert {"stopped 148", "ended 0 now"} <= {*shown}
     assert sum("done" in line for line in shown) == 2
@@ -187,7 +187,7 @@ def test_terminal_that_is_closed_ends_the_job(folder: Folder) -> None:
             wait_until(lambda: not folder.left(), folder.left)
             return folder.left()
 
-    both(folder, close)
+    same_outcome(folder, close)
 
 
 def test_terminal_that_is_closed_does_not_end_a_job_with_nohup(folder: Folder) -> None:
@@ -205,7 +205,7 @@ def test_terminal_that_is_closed_does_not_end_a_job_with_nohup(folder: Folder) -
         wait_until(lambda: "ended" in out.read_text(), out.read_text)
         return without_pids(out.read_text())
 
-    shown = both(folder, close)
+    shown = same_outcome(folder, close)
     assert isinstance(shown, list)
     assert "ended 0" in shown
     assert sum("done" in line for line in shown) == 2
@@ -227,26 +227,26 @@ def test_nohup_command_ignores_hangups(folder: Folder) -> None:
             out, _ = process.communicate(timeout=seconds(60))
             return process.returncode, without_pids("".join([*begun, out]))
 
-    code, _ = both(folder, hang_up)  # type: ignore[misc]
+    code, _ = same_outcome(folder, hang_up)  # type: ignore[misc]
     assert code == 0
 
 
 @pytest.mark.parametrize(("words", "expected"), [("timeout 2", 124), ("timeout -s KILL 2", 137)])
 def test_timeout_ends_the_job(folder: Folder, words: str, expected: int) -> None:
     folder.waits.touch()
-    assert both(folder, lambda: in_bash(folder, f"{words} {COMMAND}; exit $?")[0]) == expected
+    assert same_outcome(folder, lambda: in_bash(folder, f"{words} {COMMAND}; exit $?")[0]) == expected
 
 
 def test_pipe_whose_reader_ends_gives_the_same_status(folder: Folder) -> None:
     folder.script.write_text(WRITES)
     command = f'{COMMAND.replace("2 train", "1 train")} | head -1; echo "status ${{PIPESTATUS[@]}}"'
-    _, out, _ = both(folder, lambda: in_bash(folder, command))  # type: ignore[misc]
+    _, out, _ = same_outcome(folder, lambda: in_bash(folder, command))  # type: ignore[misc]
     assert f"{0:99}".strip() in out
 
 
 def test_pipe_to_stdin_reaches_the_same_ranks(folder: Folder) -> None:
     folder.script.write_text("import sys\n\nimport torch\n\nprint(repr(sys.stdin.read()))\n")
-    _, out, _ = both(folder, lambda: in_bash(folder, f"printf 'one\\ntwo' | {COMMAND}"))  # type: ignore[misc]
+    _, out, _ = same_outcome(folder, lambda: in_bash(folder, f"printf 'one\\ntwo' | {COMMAND}"))  # type: ignore[misc]
     assert len(out) == 2
     assert any("one" in line for line in out)
 
@@ -267,7 +267,7 @@ def test_pipe_whose_reader_pauses_gets_the_whole_output(folder: Folder) -> None:
             assert written.exists()
             return process.returncode, out.splitlines()
 
-    code, lines = both(folder, pause)  # type: ignore[misc]
+    code, lines = same_outcome(folder, pause)  # type: ignore[misc]
     assert code == 0
     assert lines == [f"{number:99}" for number in range(40_000)]
 
@@ -288,6 +288,6 @@ def unread(descriptor: int) -> int:
 def test_exit_code_of_a_rank_is_the_exit_code_of_the_command(folder: Folder, codes: tuple[int, ...]) -> None:
     command = COMMAND.replace("2 train", "1 train")
     for code in codes:
-        outcome = both(folder, lambda code=code: in_bash(folder, f"CODE={code:d} {command}"))  # type: ignore[misc]
+        outcome = same_outcome(folder, lambda code=code: in_bash(folder, f"CODE={code:d} {command}"))  # type: ignore[misc]
         assert isinstance(outcome, tuple)
         assert outcome[0] == (code if code >= 0 else 128 - code)

@@ -35,7 +35,7 @@ CONF = ["timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartb
 CONF += ["keep_alive_interval", "keep_alive_max_attempt", "replacement_timeout"]
 
 
-def planned(*words: str) -> plan.Plan:
+def plan_of(*words: str) -> plan.Plan:
     """The plan of a launch. Raises `UsageError`."""
     asked = spec.parse([*words, "train.py"], os.environ)
     asked = asked._replace(processes=agent.nproc_per_node(asked.processes))
@@ -45,7 +45,7 @@ def planned(*words: str) -> plan.Plan:
 def refusal(*words: str) -> str:
     """Why a launch is refused, empty where it is not; as `ddpkit launch --dry-run` does it."""
     try:
-        agent.check(planned(*words))
+        agent.check(plan_of(*words))
     except UsageError as error:
         assert error.hint
         return error.message
@@ -122,13 +122,13 @@ def test_rdzv_conf_setting_that_torchrun_refuses_is_named(name: str) -> None:
 @pytest.mark.parametrize("backend", [(), C10D, ("--master-port=29871",)], ids=["alone", "c10d", "static"])
 def test_rdzv_conf_with_quotes_that_no_shell_removed_is_read(backend: tuple[str, ...]) -> None:
     """As the launcher's own tests in torch write them, and a list of words in a YAML file."""
-    made = planned(*backend, "--rdzv-conf='join_timeout=5,last_call_timeout=1,timeout=5'")
+    made = plan_of(*backend, "--rdzv-conf='join_timeout=5,last_call_timeout=1,timeout=5'")
     assert (made.rendezvous.limits.join_timeout, made.rendezvous.limits.last_call_timeout) == (5, 1)
     assert not made.notices
 
 
 def test_rdzv_conf_setting_that_torchrun_never_reads_is_ignored_with_a_notice() -> None:
-    assert planned(*C10D, "--rdzv-conf=timeout=soon").notices == (
+    assert plan_of(*C10D, "--rdzv-conf=timeout=soon").notices == (
         "--rdzv-conf timeout=soon is not a number greater than 0, and is ignored",
     )
 

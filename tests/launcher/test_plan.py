@@ -31,7 +31,7 @@ def machine(*processes: int) -> tuple[Gpu, ...]:
     )
 
 
-def planned(
+def plan_on(
     words: str,
     gpus: tuple[Gpu, ...] = (),
     env: dict[str, str] | None = None,
@@ -44,33 +44,33 @@ def planned(
 
 
 def gpus_of(words: str, gpus: tuple[Gpu, ...], env: dict[str, str] | None = None) -> tuple[str, str]:
-    made = planned(words, gpus, env)
+    made = plan_on(words, gpus, env)
     return made.env["CUDA_VISIBLE_DEVICES"], made.torchrun["nproc_per_node"]
 
 
 def test_nproc_per_node_defaults_to_the_number_of_visible_gpus_or_one() -> None:
-    assert planned("train.py").torchrun["nproc_per_node"] == "1"
-    made = planned("train.py", machine(0, 0, 0))
+    assert plan_on("train.py").torchrun["nproc_per_node"] == "1"
+    made = plan_on("train.py", machine(0, 0, 0))
     assert made.torchrun["nproc_per_node"] == "3"
     assert made.env["CUDA_VISIBLE_DEVICES"] == "0,1,2"
     assert made.origin["CUDA_VISIBLE_DEVICES"] == "one process per visible GPU"
-    assert planned("train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1"}).torchrun["nproc_per_node"] == "1"
+    assert plan_on("train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1"}).torchrun["nproc_per_node"] == "1"
 
 
 def test_nproc_per_node_accepts_the_values_of_torchrun() -> None:
-    assert planned("--nproc_per_node=auto train.py", machine(0, 0)).torchrun["nproc_per_node"] == "auto"
-    assert planned("train.py", machine(0, 0), {"PET_NPROC_PER_NODE": "5"}).torchrun["nproc_per_node"] == "5"
+    assert plan_on("--nproc_per_node=auto train.py", machine(0, 0)).torchrun["nproc_per_node"] == "auto"
+    assert plan_on("train.py", machine(0, 0), {"PET_NPROC_PER_NODE": "5"}).torchrun["nproc_per_node"] == "5"
 
 
 def test_shutdown_timeout_defaults_to_less_than_the_grace_of_kubernetes() -> None:
-    assert planned("train.py").torchrun["shutdown_timeout"] == plan.GRACE_SECONDS < 30
-    assert planned("--shutdown-timeout 7 train.py").torchrun["shutdown_timeout"] == 7
-    assert planned("--shutdown-timeout 0 train.py").torchrun["shutdown_timeout"] == 0
-    assert planned("train.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}).torchrun["shutdown_timeout"] == 40
+    assert plan_on("train.py").torchrun["shutdown_timeout"] == plan.GRACE_SECONDS < 30
+    assert plan_on("--shutdown-timeout 7 train.py").torchrun["shutdown_timeout"] == 7
+    assert plan_on("--shutdown-timeout 0 train.py").torchrun["shutdown_timeout"] == 0
+    assert plan_on("train.py", env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}).torchrun["shutdown_timeout"] == 40
 
 
 def test_each_setting_of_torchrun_is_stored_once() -> None:
-    made = planned("--nnodes 2 --role a --max-restarts 1 --tee 3 train.py --lr 1")
+    made = plan_on("--nnodes 2 --role a --max-restarts 1 --tee 3 train.py --lr 1")
     changed = {"role": "b", "max_restarts": 2, "tee": "0", "shutdown_timeout": 9, "training_script_args": ["--lr", "2"]}
     other = replace(made, spec=made.spec._replace(torchrun={**made.torchrun, **changed}))
     assert (other.role, other.rendezvous.limits.max_restarts, other.logs.tee, other.shutdown_timeout) == (
@@ -98,19 +98,19 @@ def test_gpus_flag_accepts_all_and_positions() -> None:
 def test_gpus_flag_counts_positions_in_the_users_mask() -> None:
     mask = {"CUDA_VISIBLE_DEVICES": "3,GPU-11,0"}
     assert gpus_of("--gpus 0,1 train.py", machine(0, 0, 0, 0), mask) == ("3,GPU-11", "2")
-    assert "CUDA_DEVICE_ORDER" not in planned("--gpus 1 train.py", machine(0, 0, 0, 0), mask).env
-    assert planned("--gpus 1 train.py", machine(0, 0)).env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert "CUDA_DEVICE_ORDER" not in plan_on("--gpus 1 train.py", machine(0, 0, 0, 0), mask).env
+    assert plan_on("--gpus 1 train.py", machine(0, 0)).env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_entries_after_an_invalid_one_in_the_mask_are_ignored_as_in_cuda() -> None:
     with pytest.raises(UsageError, match="found 1 .limited by CUDA_VISIBLE_DEVICES=0,-1,2.:\n    0: Fake GPU"):
-        planned("--gpus 2 train.py", machine(0, 0, 0), {"CUDA_VISIBLE_DEVICES": "0,-1,2"})
+        plan_on("--gpus 2 train.py", machine(0, 0, 0), {"CUDA_VISIBLE_DEVICES": "0,-1,2"})
 
 
 @pytest.mark.parametrize("words", ["--gpus 3", "--gpus 0,2"])
 def test_gpus_flag_with_too_many_lists_the_gpus(words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        planned(f"{words} train.py", machine(0, 2))
+        plan_on(f"{words} train.py", machine(0, 2))
     assert "found 2:" in caught.value.message
     assert (
         "1: Fake GPU, 2.0 of 80 GiB used, busy: 2 processes (pid 70 of ann: python other.py; pid 71"
@@ -121,7 +121,7 @@ def test_gpus_flag_with_too_many_lists_the_gpus(words: str) -> None:
 
 def test_gpus_flag_without_gpus_suggests_nproc_per_node() -> None:
     with pytest.raises(UsageError, match="this machine has no NVIDIA GPU") as caught:
-        planned("--gpus 4 train.py")
+        plan_on("--gpus 4 train.py")
     assert "ddpkit launch --nproc-per-node 4 train.py" in caught.value.hint
 
 
@@ -131,12 +131,12 @@ def test_gpus_flag_without_gpus_suggests_nproc_per_node() -> None:
 )
 def test_gpus_flag_with_other_words_is_refused(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        planned(f"--gpus {words} train.py", machine(0, 0))
+        plan_on(f"--gpus {words} train.py", machine(0, 0))
 
 
 def test_gpus_flag_takes_busy_gpus_if_needed_with_a_notice() -> None:
-    assert not any("shares" in line for line in planned("--gpus 2 train.py", machine(1, 0, 2, 0)).notices)
-    shared = planned("--gpus 3 train.py", machine(1, 0, 2, 0)).notices
+    assert not any("shares" in line for line in plan_on("--gpus 2 train.py", machine(1, 0, 2, 0)).notices)
+    shared = plan_on("--gpus 3 train.py", machine(1, 0, 2, 0)).notices
     assert "GPU 0: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in shared
     assert "fewer than 3 GPUs are free: this launch shares GPU 0 with other processes" in shared
 
@@ -155,7 +155,7 @@ def test_gpus_free_takes_gpus_without_processes_and_with_little_memory_in_use() 
     with pytest.raises(
         UsageError, match="--gpus free:3 is not available: found 2 free among 4 visible GPUs:"
     ) as caught:
-        planned("--gpus free:3 train.py", gpus)
+        plan_on("--gpus free:3 train.py", gpus)
     assert "1: Fake GPU, 1.0 of 80 GiB used, busy: 1 process (pid 70 of ann: python other.py)" in caught.value.message
     assert (
         "2: Fake GPU, 9.0 of 80 GiB used, busy: memory is in use, perhaps by a process in another container"
@@ -166,14 +166,14 @@ def test_gpus_free_takes_gpus_without_processes_and_with_little_memory_in_use() 
 
 def test_gpus_free_without_a_free_gpu_advises_to_share() -> None:
     with pytest.raises(UsageError, match="found 0 free among 2 visible GPUs") as caught:
-        planned("--gpus free:1 train.py", machine(1, 1))
+        plan_on("--gpus free:1 train.py", machine(1, 1))
     assert "--gpus 1 train.py" in caught.value.hint
 
 
 def test_gpus_flag_skips_gpus_held_by_another_launch() -> None:
     held = {"GPU-00-uuid": "pid 7 of ann: ddpkit launch a.py"}
     for words in ("--gpus 2", "--gpus free:2"):
-        assert planned(f"{words} train.py", machine(0, 0, 0), held=held).env["CUDA_VISIBLE_DEVICES"] == "1,2"
+        assert plan_on(f"{words} train.py", machine(0, 0, 0), held=held).env["CUDA_VISIBLE_DEVICES"] == "1,2"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_gpus_flag_skips_gpus_held_by_another_launch() -> None:
 )
 def test_gpus_flag_with_held_gpus_names_the_holder_and_the_free_ones(words: str, said: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        planned(f"{words} train.py", machine(0, 1, 0), held={"GPU-00-uuid": "pid 7 of ann: ddpkit launch a.py"})
+        plan_on(f"{words} train.py", machine(0, 1, 0), held={"GPU-00-uuid": "pid 7 of ann: ddpkit launch a.py"})
     assert caught.value.message.startswith(said)
     assert "    0: Fake GPU, 0.0 of 80 GiB used, held by pid 7 of ann: ddpkit launch a.py\n" in caught.value.message
     assert "    2: Fake GPU, 0.0 of 80 GiB used, free" in caught.value.message
@@ -203,12 +203,12 @@ def test_gpus_flag_with_held_gpus_names_the_holder_and_the_free_ones(words: str,
 def test_gpus_flag_with_all_gpus_held_advises_to_wait_or_share() -> None:
     held = {"GPU-00-uuid": "pid 7 of ann: a", "GPU-11-uuid": "pid 7 of ann: a"}
     with pytest.raises(UsageError, match="GPUs 0, 1 are held by another launch") as caught:
-        planned("train.py", machine(0, 0), held=held)
+        plan_on("train.py", machine(0, 0), held=held)
     assert "--nproc-per-node 2 train.py" in caught.value.hint
 
 
 def test_nproc_per_node_alone_reserves_no_gpus() -> None:
-    made = planned("--nproc-per-node 2 train.py", machine(0, 0), held={"GPU-00-uuid": "pid 7 of ann: a"})
+    made = plan_on("--nproc-per-node 2 train.py", machine(0, 0), held={"GPU-00-uuid": "pid 7 of ann: a"})
     assert [worker.gpus for worker in made.workers] == [(), ()]
     assert "CUDA_VISIBLE_DEVICES" not in made.env
 
@@ -233,17 +233,17 @@ def test_gpus_flag_accepts_shortened_uuids_among_positions() -> None:
 )
 def test_gpus_flag_that_matches_none_or_several_is_refused(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        planned(f"--gpus {words} train.py", machine(*[0] * 11))
+        plan_on(f"--gpus {words} train.py", machine(*[0] * 11))
 
 
 def test_mask_that_names_a_gpu_twice_shows_none_as_in_cuda() -> None:
     with pytest.raises(UsageError, match="none of these is usable .limited by CUDA_VISIBLE_DEVICES=1,GPU-11."):
-        planned("--gpus 1 train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1,GPU-11"})
+        plan_on("--gpus 1 train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1,GPU-11"})
 
 
 def test_gpus_flag_with_a_position_other_than_the_gpu_number_explains_it() -> None:
     with pytest.raises(UsageError, match="position 0 is GPU 1: Fake GPU"):
-        planned("--gpus 2 train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1"})
+        plan_on("--gpus 2 train.py", machine(0, 0), {"CUDA_VISIBLE_DEVICES": "1"})
 
 
 def with_mig() -> tuple[Gpu, ...]:
@@ -256,36 +256,36 @@ def with_mig() -> tuple[Gpu, ...]:
 def test_mig_devices_are_chosen_like_gpus_with_one_per_process() -> None:
     assert gpus_of("--gpus MIG-1-uuid train.py", with_mig()) == ("MIG-1-uuid", "1")
     assert gpus_of("--gpus all train.py", with_mig()) == ("0,MIG-0-uuid,MIG-1-uuid", "3")
-    assert planned("--gpus 1,2 train.py", with_mig()).torchrun["virtual_local_rank"] is True
+    assert plan_on("--gpus 1,2 train.py", with_mig()).torchrun["virtual_local_rank"] is True
     for words in ("--gpus 1,", "--gpus 0,"):
-        assert planned(f"{words} train.py", with_mig()).torchrun["virtual_local_rank"] is False
+        assert plan_on(f"{words} train.py", with_mig()).torchrun["virtual_local_rank"] is False
 
 
 def test_several_mig_devices_of_one_gpu_give_a_notice_about_nccl() -> None:
     said = "2 processes use MIG devices of GPU 1, which NCCL does not support: select one with --gpus UUID"
-    assert any(line.startswith(said) for line in planned("--gpus all train.py", with_mig()).notices)
-    assert not any("NCCL" in line for line in planned("--gpus MIG-1-uuid train.py", with_mig()).notices)
+    assert any(line.startswith(said) for line in plan_on("--gpus all train.py", with_mig()).notices)
+    assert not any("NCCL" in line for line in plan_on("--gpus MIG-1-uuid train.py", with_mig()).notices)
 
 
 def test_gpu_in_mig_mode_given_by_number_means_its_first_mig_device() -> None:
     assert gpus_of("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "1"}) == ("1", "1")
     with pytest.raises(UsageError, match="none of these is usable"):
-        planned("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "2"})
+        plan_on("--gpus all train.py", with_mig(), {"CUDA_VISIBLE_DEVICES": "2"})
 
 
 def test_mask_of_mig_devices_is_trusted() -> None:
     assert gpus_of("--gpus 1 train.py", machine(0), {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}) == ("MIG-1", "1")
-    assert planned("train.py", machine(0), {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}).torchrun["nproc_per_node"] == "2"
+    assert plan_on("train.py", machine(0), {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}).torchrun["nproc_per_node"] == "2"
 
 
 def test_gpus_flag_in_conflict_with_nproc_per_node_is_refused() -> None:
     with pytest.raises(UsageError, match="--gpus 2 means 2 processes, one per GPU, but --nproc-per-node is 4"):
-        planned("--gpus 2 --nproc-per-node 4 train.py", machine(0, 0))
+        plan_on("--gpus 2 --nproc-per-node 4 train.py", machine(0, 0))
 
 
 def test_single_node_uses_loopback_and_a_free_port() -> None:
     for words in ("train.py", "--standalone --nnodes 1 train.py"):
-        settings = planned(words).torchrun
+        settings = plan_on(words).torchrun
         assert (settings["rdzv_backend"], settings["rdzv_endpoint"]) == ("c10d", "localhost:0")
         assert (settings["rdzv_id"], settings["local_addr"]) == ("run-1", "127.0.0.1")
 
@@ -302,14 +302,14 @@ def test_single_node_uses_loopback_and_a_free_port() -> None:
     ],
 )
 def test_rendezvous_of_the_user_is_kept(words: str) -> None:
-    settings = planned(f"{words} train.py").torchrun
+    settings = plan_on(f"{words} train.py").torchrun
     assert settings["rdzv_id"] == "none"
     assert settings["local_addr"] is None
 
 
 def test_port_from_the_environment_is_kept() -> None:
-    assert planned("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["master_port"] == 29501
-    assert planned("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["rdzv_backend"] == "static"
+    assert plan_on("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["master_port"] == 29501
+    assert plan_on("train.py", env={"PET_MASTER_PORT": "29501"}).torchrun["rdzv_backend"] == "static"
 
 
 @pytest.mark.parametrize(("rounds", "restarts", "told"), [(0, 0, None), (2, 2, None), (3, 1, "2")])
@@ -318,7 +318,7 @@ def test_node_changes_are_passed_to_workers(rounds: int, restarts: int, told: st
         round=rounds, restarts=restarts, group_rank=0, group_world_size=1, first_rank=0, world_size=1,
         first_role_rank=0, role_world_size=1, master_addr="a", master_port=1,
     )  # fmt: skip
-    env = planned("train.py").environment(assignment, 0, {})
+    env = plan_on("train.py").environment(assignment, 0, {})
     assert (env.get("DDPKIT_NODE_CHANGES"), env["TORCHELASTIC_RESTART_COUNT"]) == (told, str(restarts))
 
 
@@ -340,7 +340,7 @@ def near(*cores: range) -> tuple[Gpu, ...]:
     ],
 )
 def test_gpus_per_process_assigns_that_many_to_each_process(words: str, expected: list[list[int]]) -> None:
-    made = planned(f"{words} train.py", machine(0, 0, 0, 0))
+    made = plan_on(f"{words} train.py", machine(0, 0, 0, 0))
     assert [[gpu.index for gpu in worker.gpus] for worker in made.workers] == expected
     assert made.torchrun["nproc_per_node"] == str(len(expected))
     assert made.env["CUDA_VISIBLE_DEVICES"] == ",".join(str(index) for group in expected for index in group)
@@ -372,45 +372,45 @@ def test_gpus_per_process_assigns_that_many_to_each_process(words: str, expected
 )
 def test_gpus_per_process_that_does_not_divide_the_gpus_is_refused(words: str, gpus: int, said: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        planned(f"{words} train.py", machine(*[0] * gpus))
+        plan_on(f"{words} train.py", machine(*[0] * gpus))
     assert said in caught.value.message
     assert hint in caught.value.hint
 
 
 def test_process_with_two_mig_devices_is_refused() -> None:
     with pytest.raises(UsageError, match="a process can use at most one MIG device"):
-        planned("--gpus 1,2 --gpus-per-process 2 train.py", with_mig())
+        plan_on("--gpus 1,2 --gpus-per-process 2 train.py", with_mig())
 
 
 def test_process_with_several_gpus_is_bound_to_the_cores_near_any_of_them() -> None:
     gpus = near(range(4), range(4, 8), range(8, 12), range(0))
-    workers = planned("--gpus 4 --gpus-per-process 2 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).workers
+    workers = plan_on("--gpus 4 --gpus-per-process 2 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).workers
     assert [worker.cpus for worker in workers] == [tuple(range(8)), ()]
 
 
 def test_process_is_bound_to_allowed_cores_near_its_gpu() -> None:
     gpus = near(range(8), range(8, 16), range(64, 72), range(0))
-    workers = planned("--gpus 1,0,2,3 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).workers
+    workers = plan_on("--gpus 1,0,2,3 train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS).workers
     assert [gpu.index for worker in workers for gpu in worker.gpus] == [1, 0, 2, 3]
     assert [worker.cpus for worker in workers] == [tuple(range(8, 16)), tuple(range(8)), (), ()]
 
 
 def test_numa_binding_of_torchrun_takes_precedence() -> None:
-    made = planned("--numa-binding node --gpus 2 train.py", near(range(8), range(8)), cpus=EIGHT_CORES_OF_TWO_THREADS)
+    made = plan_on("--numa-binding node --gpus 2 train.py", near(range(8), range(8)), cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert [worker.cpus for worker in made.workers] == [(), ()]
 
 
 def test_omp_threads_are_divided_evenly_unless_set_by_the_user() -> None:
-    made = planned("--nproc-per-node 2 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS)
+    made = plan_on("--nproc-per-node 2 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "4"
     assert "OMP_NUM_THREADS=4 for each of 2 processes; set this variable to change the number" in made.notices
-    assert planned("--nproc-per-node 9 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS).env["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 1 train.py").env
-    assert "OMP_NUM_THREADS" not in planned("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
+    assert plan_on("--nproc-per-node 9 train.py", cpus=EIGHT_CORES_OF_TWO_THREADS).env["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in plan_on("--nproc-per-node 1 train.py").env
+    assert "OMP_NUM_THREADS" not in plan_on("--nproc-per-node 2 train.py", env={"OMP_NUM_THREADS": "4"}).env
 
 
 def test_default_variables_are_set_and_their_origin_is_named() -> None:
-    made = planned("train.py", defaults={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    made = plan_on("train.py", defaults={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     assert made.env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert made.origin["PYTORCH_ALLOC_CONF"] == "ddpkit's default"
 
@@ -418,7 +418,7 @@ def test_default_variables_are_set_and_their_origin_is_named() -> None:
 def test_processes_near_the_same_cores_divide_their_threads() -> None:
     gpus = near(range(4), range(4), range(16))
     for words, threads in {"--gpus 0,1": "2", "--gpus 0,2": "4"}.items():
-        made = planned(f"{words} train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS)
+        made = plan_on(f"{words} train.py", gpus, cpus=EIGHT_CORES_OF_TWO_THREADS)
         assert made.env["OMP_NUM_THREADS"] == threads
 
 
@@ -431,7 +431,7 @@ def test_processes_near_the_same_cores_divide_their_threads() -> None:
     ],
 )
 def test_conflicting_flags_give_a_notice_that_names_the_one_used(words: str, said: str) -> None:
-    assert planned(f"{words} train.py").notices[-1] == said
+    assert plan_on(f"{words} train.py").notices[-1] == said
 
 
 def test_ambiguous_uuid_prefix_in_the_mask_selects_none_as_in_cuda() -> None:
@@ -440,11 +440,11 @@ def test_ambiguous_uuid_prefix_in_the_mask_selects_none_as_in_cuda() -> None:
 
 def test_single_worker_bound_to_some_cores_has_as_many_threads() -> None:
     near = (replace(machine(0)[0], near=(0, 1, 8, 9)),)
-    made = planned("train.py", near, cpus=EIGHT_CORES_OF_TWO_THREADS)
+    made = plan_on("train.py", near, cpus=EIGHT_CORES_OF_TWO_THREADS)
     assert made.env["OMP_NUM_THREADS"] == "2"
     assert "OMP_NUM_THREADS=2 for the process; set this variable to change the number" in made.notices
     everywhere = (replace(machine(0)[0], near=tuple(range(16))),)
-    assert "OMP_NUM_THREADS" not in planned("train.py", everywhere, cpus=EIGHT_CORES_OF_TWO_THREADS).env
+    assert "OMP_NUM_THREADS" not in plan_on("train.py", everywhere, cpus=EIGHT_CORES_OF_TWO_THREADS).env
 
 
 @pytest.mark.parametrize(
@@ -457,13 +457,13 @@ def test_single_worker_bound_to_some_cores_has_as_many_threads() -> None:
 )
 def test_command_in_a_hint_starts_the_same_program(words: str, typed: str) -> None:
     with pytest.raises(UsageError) as refused:
-        planned(words, machine(0, 0))
+        plan_on(words, machine(0, 0))
     assert typed in refused.value.hint
 
 
 def test_nproc_per_node_from_the_environment_is_named_in_a_conflict() -> None:
     with pytest.raises(UsageError, match="PET_NPROC_PER_NODE"):
-        planned("--gpus 1 train.py", machine(0, 0), {"PET_NPROC_PER_NODE": "2"})
+        plan_on("--gpus 1 train.py", machine(0, 0), {"PET_NPROC_PER_NODE": "2"})
 
 
 @pytest.mark.parametrize("words", ["--nproc 3 t.py", "--nproc=3 t.py --nproc 4", "--nproc_per 3 t.py"])
@@ -488,7 +488,7 @@ def test_unique_prefix_of_a_flag_is_accepted_in_every_spelling(words: str) -> No
 def test_setting_that_only_torchrun_supports_makes_it_run_the_job(
     words: str, env: dict[str, str], setting: str
 ) -> None:
-    made = planned(f"{words} train.py", env=env)
+    made = plan_on(f"{words} train.py", env=env)
     assert made.torchrun_only == setting
     assert made.may_fork == (not setting)
     notices = [notice for notice in made.notices if "torchrun itself runs this job" in notice]

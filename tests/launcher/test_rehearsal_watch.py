@@ -30,7 +30,7 @@ def lines(folder: Path) -> list[Line]:
     return read_attempts(folder)[0][0]
 
 
-def train(watch: Watch, net: nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
+def watched_step(watch: Watch, net: nn.Module, optimizer: torch.optim.Optimizer, value: float = 1.0) -> None:
     loss = net(torch.full((3, 2), value)).square().mean()
     with watch.backward_pass(loss):
         loss.backward()
@@ -44,8 +44,8 @@ def test_line_of_a_step_has_the_state_before_it(watch: Watch, tmp_path: Path) ->
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.25)
     before = checksum(net[0].weight)
-    train(watch, net, optimizer)
-    train(watch, net, optimizer)
+    watched_step(watch, net, optimizer)
+    watched_step(watch, net, optimizer)
     first, second = lines(tmp_path)
     assert (first.step, second.step) == (1, 2)
     assert first.parameters == ("0.weight", "0.bias", "1.weight", "1.bias")
@@ -64,7 +64,7 @@ def test_watch_draws_no_random_numbers_and_changes_no_tensor(watch: Watch) -> No
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     states = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
     weight = net.weight.detach().clone()
-    train(watch, net, optimizer)
+    watched_step(watch, net, optimizer)
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
     assert np.random.get_state()[1].tolist() == states[2]  # type: ignore[index]
@@ -75,7 +75,7 @@ def test_averages_of_the_weights_are_copies(watch: Watch, tmp_path: Path) -> Non
     net = nn.Linear(2, 2)
     average = AveragedModel(net)
     by_name = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    train(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    watched_step(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
     copies = lines(tmp_path)[0].copies
     assert {"AveragedModel.weight", "AveragedModel.bias", "dict.weight", "dict.bias"} <= set(copies)
     assert checksum(by_name["weight"]) in copies["dict.weight"]
@@ -86,7 +86,7 @@ def test_average_in_a_list_is_a_copy_with_the_names_of_the_parameters(watch: Wat
     net = nn.Linear(2, 2)
     net.requires_grad_(True).bias.requires_grad_(False)
     averages = [[parameter.detach() + 1 for parameter in net.parameters()], [net.weight.detach() + 2]]
-    train(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    watched_step(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
     copies = lines(tmp_path)[0].copies
     assert checksum(averages[0][0]) in copies["list.weight"]
     assert checksum(averages[0][1]) in copies["list.bias"]
@@ -98,10 +98,10 @@ def test_copy_of_the_model_is_recorded_after_the_script_freezes_the_garbage_coll
     net = nn.Linear(2, 2)
     average = deepcopy(net).requires_grad_(False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    train(watch, net, optimizer)
+    watched_step(watch, net, optimizer)
     gc.freeze()
     try:
-        train(watch, net, optimizer)
+        watched_step(watch, net, optimizer)
     finally:
         gc.unfreeze()
     assert checksum(average.weight) in lines(tmp_path)[1].copies["Linear.weight"]
@@ -110,7 +110,7 @@ def test_copy_of_the_model_is_recorded_after_the_script_freezes_the_garbage_coll
 def test_gradient_scaler_is_recorded_with_its_scale(watch: Watch, tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     net = nn.Linear(2, 2)
-    train(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    watched_step(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert 512.0 in [state["scale"] for state in lines(tmp_path)[0].scalers]
     assert scaler.get_scale() == 512.0
 
@@ -232,7 +232,7 @@ def test_file_of_the_run_is_no_file_elsewhere(watch: Watch, tmp_path: Path, monk
     monkeypatch.setattr(watch, "_end", lambda: ended.append(True))
     net = nn.Linear(2, 2)
     watch.check_own(tmp_path.parent / "before the first step.pt")
-    train(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    watched_step(watch, net, torch.optim.SGD(net.parameters(), lr=0.1))
     watch.check_own(tmp_path / "saved" / "checkpoint.pt")
     assert not ended
     watch.check_own(str(tmp_path.parent / "elsewhere.pt"))

@@ -19,15 +19,15 @@ from ddp_kit.launcher.verdict import Failure
 KILL = -signal.SIGKILL
 
 
-def failure(message: str = "", **changes: object) -> Failure:
+def failure_of_rank_1(message: str = "", **changes: object) -> Failure:
     plain = {"rank": 1, "local_rank": 1, "pid": 7, "exit_code": 1, "after": 1.0, "message": message}
     return Failure(**{**plain, **changes})  # type: ignore[arg-type]
 
 
-def fails(restarts: Restarts, began: int, reached: int, **changes: object) -> Restart | GiveUp:
+def failed_round(restarts: Restarts, began: int, reached: int, **changes: object) -> Restart | GiveUp:
     """A round of a Trainer: killed unless it is said otherwise."""
     restarts.round_ended(Steps(began, reached), 1.0)
-    return restarts.round_failed(failure(**{"exit_code": KILL, "step": reached, **changes}))  # type: ignore[arg-type]
+    return restarts.round_failed(failure_of_rank_1(**{"exit_code": KILL, "step": reached, **changes}))  # type: ignore[arg-type]
 
 
 def words(follows: Restart | GiveUp) -> str:
@@ -39,13 +39,13 @@ def test_restarts_without_steps_counts_each_failure() -> None:
     told = []
     for number in range(3):
         restarts.round_ended(None, 1.0)
-        told.append(words(restarts.round_failed(failure(f"no {number}"))))
+        told.append(words(restarts.round_failed(failure_of_rank_1(f"no {number}"))))
     assert told == ["restart 1 of 2", "restart 2 of 2", ""]
 
 
 def test_restarts_after_new_saved_steps_are_unlimited() -> None:
     restarts = Restarts(1)
-    told = [words(fails(restarts, 10 * number, 10 * number + 15)) for number in range(50)]
+    told = [words(failed_round(restarts, 10 * number, 10 * number + 15)) for number in range(50)]
     assert told[0] == "restart 1 of 1"
     assert told[1:] == [f"restart {n + 1} (1 of 1 since step {10 * n + 15})" for n in range(1, 50)]
     assert restarts.count == 50
@@ -64,29 +64,29 @@ def test_restarts_after_new_saved_steps_are_unlimited() -> None:
 )
 def test_restarts_of_a_crash_loop_without_new_saved_steps_end(rounds: list[tuple[int, int]], spent: int) -> None:
     restarts = Restarts(2)
-    told = [words(fails(restarts, *steps)) for steps in rounds]
+    told = [words(failed_round(restarts, *steps)) for steps in rounds]
     end = told.index("not restarted again: 2 consecutive restarts made no progress")
     assert (end, restarts.count) == (spent, spent)
 
 
 def test_restarts_of_zero_allows_none_despite_progress() -> None:
     restarts = Restarts(0)
-    assert fails(restarts, 100, 200) == GiveUp("")
+    assert failed_round(restarts, 100, 200) == GiveUp("")
 
 
 def test_restarts_after_a_round_without_a_trainer_keeps_the_progress() -> None:
     restarts = Restarts(2)
-    fails(restarts, 0, 10)
-    fails(restarts, 8, 20)
+    failed_round(restarts, 0, 10)
+    failed_round(restarts, 8, 20)
     restarts.round_ended(None, 1.0)
-    assert words(restarts.round_failed(failure("no"))) == "restart 3 (2 of 2 since step 20)"
+    assert words(restarts.round_failed(failure_of_rank_1("no"))) == "restart 3 (2 of 2 since step 20)"
 
 
 def test_restarts_after_the_same_error_at_the_same_step_gives_up() -> None:
     restarts = Restarts(10)
-    fails(restarts, 0, 12, exit_code=1, message="ValueError: bad sample at 0x7f10 (pid 71)", rank=0)
-    fails(restarts, 10, 11)  # a kill in between
-    follows = fails(restarts, 10, 12, exit_code=1, message="ValueError: bad sample at 0x7e22 (pid 99)", rank=1)
+    failed_round(restarts, 0, 12, exit_code=1, message="ValueError: bad sample at 0x7f10 (pid 71)", rank=0)
+    failed_round(restarts, 10, 11)  # a kill in between
+    follows = failed_round(restarts, 10, 12, exit_code=1, message="ValueError: bad sample at 0x7e22 (pid 99)", rank=1)
     assert follows == GiveUp("not restarted again: the same error occurred twice after step 12")
 
 
@@ -104,25 +104,25 @@ ERROR = {"exit_code": 1, "step": 12, "message": "KeyError: 'a'"}
 )
 def test_restarts_after_another_error_or_step_continues(second: dict[str, object]) -> None:
     restarts = Restarts(10)
-    assert isinstance(restarts.round_failed(failure(**ERROR)), Restart)  # type: ignore[arg-type]
-    assert isinstance(restarts.round_failed(failure(**second)), Restart)  # type: ignore[arg-type]
+    assert isinstance(restarts.round_failed(failure_of_rank_1(**ERROR)), Restart)  # type: ignore[arg-type]
+    assert isinstance(restarts.round_failed(failure_of_rank_1(**second)), Restart)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chance", [{"exit_code": -signal.SIGSEGV}, {"step": None}, {"secondary": True}])
 def test_restarts_after_possibly_transient_failures_continues(chance: dict[str, object]) -> None:
     restarts = Restarts(10)
     for _ in range(2):
-        assert isinstance(restarts.round_failed(failure(**ERROR | chance)), Restart)  # type: ignore[arg-type]
+        assert isinstance(restarts.round_failed(failure_of_rank_1(**ERROR | chance)), Restart)  # type: ignore[arg-type]
 
 
 def test_restarts_after_six_identical_failures_gives_up() -> None:
     restarts = Restarts(100)
-    follows = [restarts.round_failed(failure("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
+    follows = [restarts.round_failed(failure_of_rank_1("ValueError: no")) for _ in range(IDENTICAL_FAILURES + 1)]
     assert words(follows[-1]) == "not restarted again: the same failure occurred 6 times in a row without progress"
     assert restarts.count == IDENTICAL_FAILURES
 
 
-@pytest.mark.parametrize("harmless", [failure(exit_code=KILL), failure(after=PROGRESS_SECONDS)])
+@pytest.mark.parametrize("harmless", [failure_of_rank_1(exit_code=KILL), failure_of_rank_1(after=PROGRESS_SECONDS)])
 def test_restarts_after_kills_from_outside_or_long_rounds_does_not_wait(harmless: Failure) -> None:
     restarts = Restarts(50)
     assert {follows.wait for _ in range(50) if isinstance(follows := restarts.round_failed(harmless), Restart)} == {0.0}
@@ -131,7 +131,7 @@ def test_restarts_after_kills_from_outside_or_long_rounds_does_not_wait(harmless
 
 
 def waits(restarts: Restarts, times: int) -> list[float]:
-    found = [restarts.round_failed(failure(f"no {restarts.count}")) for _ in range(times)]
+    found = [restarts.round_failed(failure_of_rank_1(f"no {restarts.count}")) for _ in range(times)]
     return [follows.wait for follows in found if isinstance(follows, Restart)]
 
 
@@ -142,7 +142,7 @@ def test_restarts_of_a_crash_loop_wait_longer_each_time() -> None:
 def test_restarts_after_progress_or_a_kill_from_outside_resets_the_wait() -> None:
     restarts = Restarts(100)
     assert waits(restarts, 3) == [0, 1, 2]
-    assert fails(restarts, 0, 1) == Restart("restart 4 of 100", 0)
+    assert failed_round(restarts, 0, 1) == Restart("restart 4 of 100", 0)
     assert waits(restarts, 2) == [0, 1]
     restarts.round_ended(Steps(1, 2), 1.0)
     assert waits(restarts, 2) == [0, 1]
@@ -151,7 +151,7 @@ def test_restarts_after_progress_or_a_kill_from_outside_resets_the_wait() -> Non
 def test_lost_nodes_are_counted_separately_from_failures() -> None:
     restarts = Restarts(1)
     assert {restarts.node_lost() for _ in range(LOST_NODES)} == {""}
-    assert words(restarts.round_failed(failure("no"))) == "restart 1 of 1"
+    assert words(restarts.round_failed(failure_of_rank_1("no"))) == "restart 1 of 1"
     assert restarts.node_lost() == "nodes were lost 101 times in a row without progress"
 
 

@@ -19,35 +19,35 @@ from ddp_kit.launcher.agent import torchrun as our_torchrun
 from ddp_kit.launcher.agent.torchrun import streams
 
 
-def planned(*words: str, env: dict[str, str] | None = None) -> plan.Plan:
+def plan_with_env(*words: str, env: dict[str, str] | None = None) -> plan.Plan:
     asked = spec.parse([*words, "train.py"], env or {})
     return plan.make(asked, (), env or {}, "id", Cpus({0: 0}), {})
 
 
 @pytest.mark.parametrize("flag", ["--shutdown-timeout", "--shutdown_timeout"])
 def test_shutdown_timeout_flag_works_with_every_torch(flag: str) -> None:
-    assert planned(flag, "5").shutdown_timeout == 5
+    assert plan_with_env(flag, "5").shutdown_timeout == 5
 
 
 def test_flag_of_a_later_torch_has_a_variable_for_its_default() -> None:
-    made = planned(env={"PET_SHUTDOWN_TIMEOUT": "6", "PET_LOG_LINE_PREFIX_TEMPLATE": "<${rank}>"})
+    made = plan_with_env(env={"PET_SHUTDOWN_TIMEOUT": "6", "PET_LOG_LINE_PREFIX_TEMPLATE": "<${rank}>"})
     assert made.shutdown_timeout == 6
     assert made.logs.log_line_prefix_template == "<${rank}>"
 
 
 def test_shutdown_timeout_is_read_from_torchs_variable() -> None:
-    assert [planned(env=env).shutdown_timeout for env in ({GRACE_DEFAULT: "7"}, {})] == [7, plan.GRACE_SECONDS]
+    assert [plan_with_env(env=env).shutdown_timeout for env in ({GRACE_DEFAULT: "7"}, {})] == [7, plan.GRACE_SECONDS]
 
 
 @pytest.mark.parametrize(("words", "env"), [(["--shutdown-timeout=-1"], {}), ([], {GRACE_DEFAULT: "soon"})])
 def test_shutdown_timeout_that_torch_does_not_check_is_checked(words: list[str], env: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"0 or more, not ('soon'|-1)"):
-        planned(*words, env=env)
+        plan_with_env(*words, env=env)
 
 
 def test_log_line_prefix_flag_takes_precedence_over_its_variable() -> None:
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "variable"}
-    found = [planned(*words, env=env).logs for words in (["--log-line-prefix-template", "flag"], [])]
+    found = [plan_with_env(*words, env=env).logs for words in (["--log-line-prefix-template", "flag"], [])]
     assert [logs.log_line_prefix_template for logs in found] == ["flag", "variable"]
 
 
@@ -68,20 +68,20 @@ def test_empty_log_line_prefix_removes_the_labels(
         (LogsDest(nowhere, nowhere, {}, {}, {0: "error.json"}), label),
         (LogsDest(out, out, out, out, {0: "error.json"}), teed),
     ):
-        (found,) = streams(planned(*words, env=env).logs, "default", dest, {0: 3})
+        (found,) = streams(plan_with_env(*words, env=env).logs, "default", dest, {0: 3})
         assert (found.out.label, found.err.label) == (expected, expected)
 
 
 def test_log_line_prefix_can_contain_the_host() -> None:
     dest = LogsDest({0: "out"}, {0: "err"}, {0: "out"}, {0: "err"}, {0: "error.json"})
-    logs = planned("--log-line-prefix-template", "${hostname} ${role_name} ${rank} ${local_rank}").logs
+    logs = plan_with_env("--log-line-prefix-template", "${hostname} ${role_name} ${rank} ${local_rank}").logs
     (found,) = streams(logs, "trainer", dest, {0: 3})
     assert found.out.label == f"{socket.gethostname()} trainer 3 0"
 
 
 def test_torchrun_defaults_are_those_of_the_installed_torchrun() -> None:
     assert our_torchrun.torchrun_defaults() == vars(torchrun.get_args_parser().parse_args(["script.py"]))
-    assert our_torchrun.torchrun_defaults().keys() <= planned().torchrun.keys()
+    assert our_torchrun.torchrun_defaults().keys() <= plan_with_env().torchrun.keys()
 
 
 def test_numa_cpus_calls_torch_with_valid_arguments() -> None:

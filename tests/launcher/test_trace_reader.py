@@ -23,7 +23,7 @@ from ddp_kit.trainer.profile import Recorder
 # --- recorded on a CPU ----------------------------------------------------------------------------------------------
 
 
-def recorded(folder: Path, step: Callable[[], object], *, first: int = 10, last: int = 12) -> TraceSummary:
+def recorded_trace(folder: Path, step: Callable[[], object], *, first: int = 10, last: int = 12) -> TraceSummary:
     """Record steps of one rank."""
     recorder = Recorder(ProfileConfig(steps=(first, last), dir=folder), 0)
     for number in range(first, last + 1):
@@ -73,7 +73,7 @@ def loss_with_mask(model: nn.Module) -> Tensor:
 
 
 def test_trace_of_a_cpu_recording_is_summarised(tmp_path: Path) -> None:
-    summary = recorded(tmp_path, train_step(plain_loss))
+    summary = recorded_trace(tmp_path, train_step(plain_loss))
     assert (summary.rank, summary.steps, summary.device, summary.with_stacks) == (0, (10, 12), "cpu", True)
     assert summary.gpu is None
     assert 0 < summary.outside < summary.wall < 60
@@ -82,7 +82,7 @@ def test_trace_of_a_cpu_recording_is_summarised(tmp_path: Path) -> None:
 
 def test_trace_lists_the_ten_most_expensive_operators_by_self_time(tmp_path: Path) -> None:
     wide, rows = nn.Linear(1024, 1024), torch.ones(256, 1024)
-    summary = recorded(tmp_path, lambda: wide(rows), first=1, last=1)
+    summary = recorded_trace(tmp_path, lambda: wide(rows), first=1, last=1)
     first = summary.operations[0]
     assert first.name in ("aten::addmm", "aten::mkldnn_linear", "aten::linear")
     assert (first.calls, first.operator) == (1, None)
@@ -91,7 +91,7 @@ def test_trace_lists_the_ten_most_expensive_operators_by_self_time(tmp_path: Pat
 
 
 def test_trace_names_a_value_read_by_the_loss_as_a_synchronisation(tmp_path: Path) -> None:
-    summary = recorded(tmp_path, train_step(loss_that_prints))
+    summary = recorded_trace(tmp_path, train_step(loss_that_prints))
     (found,) = summary.synchronisations
     assert (found.operation, found.calls, found.per_step) == ("aten::item", 3, 1.0)
     assert found.place is not None
@@ -104,7 +104,7 @@ def test_trace_names_a_value_read_by_the_loss_as_a_synchronisation(tmp_path: Pat
 
 
 def test_trace_names_a_mask_as_a_synchronisation_in_both_passes(tmp_path: Path) -> None:
-    forward, backward = recorded(tmp_path, train_step(loss_with_mask)).synchronisations
+    forward, backward = recorded_trace(tmp_path, train_step(loss_with_mask)).synchronisations
     for found in (forward, backward):
         assert found.place is not None
         assert (found.place.function, found.per_step) == ("loss_with_mask", 1.0)
@@ -113,7 +113,7 @@ def test_trace_names_a_mask_as_a_synchronisation_in_both_passes(tmp_path: Path) 
 
 def test_trace_does_not_name_step_counts_of_torchs_optimizers(tmp_path: Path) -> None:
     # AdamW without foreach reads it for each parameter.
-    summary = recorded(tmp_path, train_step(plain_loss))
+    summary = recorded_trace(tmp_path, train_step(plain_loss))
     with gzip.open(tmp_path / "rank0_steps10-12.json.gz", "rt", errors="replace") as file:
         assert '"aten::item"' in file.read()
     assert summary.synchronisations == ()
@@ -134,12 +134,12 @@ def test_trace_names_reads_of_the_users_optimizer_as_a_synchronisation(tmp_path:
         plain_loss(model).backward()
         optimizer.step()
 
-    (found,) = recorded(tmp_path, step).synchronisations
+    (found,) = recorded_trace(tmp_path, step).synchronisations
     assert found.place is not None
     assert (found.place.function, found.per_step) == ("step", 1.0)
 
 
-class Samples(Dataset[Tensor]):
+class ReadsOnHost(Dataset[Tensor]):
     """Reads values on the host, where samples are made."""
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ def test_trace_of_a_trainer_has_the_wait_for_data_and_no_synchronisation(tmp_pat
         lambda model, batch: model(batch).square().mean(),
         config,
     )
-    trainer.fit(Samples())
+    trainer.fit(ReadsOnHost())
     summary = read_trace(tmp_path / "rank0_steps2-3.json.gz")
     assert summary.steps == (2, 3)
     assert 0 < summary.waited_for_data < summary.wall
@@ -363,7 +363,7 @@ def test_trace_of_a_gpu_recording_names_kernels_and_synchronisations(tmp_path: P
         model(torch.ones(32, 64, device="cuda")).sum().item()
 
     reads()
-    summary = recorded(tmp_path, reads)
+    summary = recorded_trace(tmp_path, reads)
     assert summary.device == "gpu"
     assert summary.gpu is not None
     assert 0 < summary.gpu.computing < summary.gpu.recorded

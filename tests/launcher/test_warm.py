@@ -230,7 +230,7 @@ def server(tmp_path: Path) -> Iterator[WarmServer]:
 def forked(
     server: WarmServer, program: Program, extra: Mapping[str, str] | None = None, streams: tuple[int, ...] = ()
 ) -> Process:
-    return started(server, server.start(program.command_line, clean_environment(extra), program, streams))
+    return pump_until_answered(server, server.start(program.command_line, clean_environment(extra), program, streams))
 
 
 def make_imports(server: WarmServer, program: Program) -> None:
@@ -239,7 +239,7 @@ def make_imports(server: WarmServer, program: Program) -> None:
         server.pump(seconds(60))
 
 
-def started(server: WarmServer, worker: Process) -> Process:
+def pump_until_answered(server: WarmServer, worker: Process) -> Process:
     while not worker.answered:
         server.pump(seconds(60))
     return worker
@@ -355,7 +355,7 @@ def test_workers_die_with_the_server_and_the_launcher_notices(server: WarmServer
 
 def test_poll_of_a_worker_does_not_consume_messages_for_others() -> None:
     server = WarmServer([], clean_environment(), forks=False)
-    workers = [started(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2)]
+    workers = [pump_until_answered(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2)]
     for worker in workers:
         os.kill(worker.pid, signal.SIGTERM)
         gone(worker.pid)
@@ -370,7 +370,9 @@ def test_server_that_is_stopped_is_continued_once_and_then_killed(monkeypatch: p
     monkeypatch.setattr(client, "_CHECK_SECONDS", seconds(0.05))
     said: list[str] = []
     server = WarmServer([], clean_environment(), forks=False, print_message=said.append)
-    first, second = (started(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2))
+    first, second = (
+        pump_until_answered(server, server.start(["sleep", "1000"], clean_environment())) for _ in range(2)
+    )
     os.kill(server.pid, signal.SIGSTOP)
     os.kill(first.pid, signal.SIGTERM)
     assert first.wait(seconds(60)) == -signal.SIGTERM, "its end is told by a server that runs again"
@@ -390,7 +392,7 @@ def test_server_check_does_not_count_time_while_the_launcher_is_suspended(monkey
     monkeypatch.setattr(client, "time", clock)
     said: list[str] = []
     server = WarmServer([], clean_environment(), forks=False, print_message=said.append)
-    worker = started(server, server.start(["sleep", "1000"], clean_environment()))
+    worker = pump_until_answered(server, server.start(["sleep", "1000"], clean_environment()))
     os.kill(server.pid, signal.SIGSTOP)
     wait_until(lambda: is_stopped(server.pid), "stopped")
     for _ in range(4):
@@ -416,7 +418,7 @@ def test_server_that_is_stopped_accepts_messages_larger_than_the_buffer(monkeypa
 
 def test_server_that_is_stopped_ends_with_its_children() -> None:
     server = WarmServer([], clean_environment(), forks=False)
-    worker = started(server, server.start(["sleep", "1000"], clean_environment()))
+    worker = pump_until_answered(server, server.start(["sleep", "1000"], clean_environment()))
     os.kill(server.pid, signal.SIGSTOP)
     server.close()
     gone(worker.pid)
@@ -427,7 +429,7 @@ def test_process_whose_threads_outlive_their_leader_is_ended_with_its_children()
     reading, writing = os.pipe()
     with os.fdopen(reading) as out:
         command = [sys.executable, str(PROGRAMS / "loses_its_leader.py")]
-        worker = started(server, server.start(command, clean_environment(), streams=(writing, 2)))
+        worker = pump_until_answered(server, server.start(command, clean_environment(), streams=(writing, 2)))
         os.close(writing)
         has_started = int(out.readline())
         wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE, "a zombie")

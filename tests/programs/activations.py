@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, object]] = {
 }
 
 
-class Block(nn.Module):
+class BatchNormBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.BatchNorm1d(16), nn.Linear(16, 64), nn.Linear(64, 16)
@@ -42,10 +42,10 @@ class Block(nn.Module):
 
 def new_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), *(Block() for _ in range(4)), nn.Linear(16, 1))
+    return nn.Sequential(nn.Linear(4, 16), *(BatchNormBlock() for _ in range(4)), nn.Linear(16, 1))
 
 
-def trained(memory: dict[str, object], run: dict[str, object]) -> list[Tensor]:
+def parameters_and_buffers(memory: dict[str, object], run: dict[str, object]) -> list[Tensor]:
     model = new_model()
     x = torch.randn(44, 4, generator=torch.Generator().manual_seed(0))  # the last global batch is short
     settings = {"global_batch_size": 16, "accumulation_steps": 2, **run}
@@ -88,4 +88,4 @@ if __name__ == "__main__":
         if name == "fully_shard":
             report(name, [sharded(memory) for memory in SETTINGS])
         else:
-            report(name, [trained(memory, RUNS[name]) for memory in SETTINGS])
+            report(name, [parameters_and_buffers(memory, RUNS[name]) for memory in SETTINGS])

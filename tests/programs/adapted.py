@@ -3,19 +3,16 @@
 adapted.py FOLDER STEP_TO_DIE_AFTER PARALLEL [SEED_OF_THE_FROZEN_LAYERS]
 """
 
-import hashlib
 import os
-import signal
 import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toys import KillsLastRank, digest_of, mean_squared_error
 
-from ddp_kit import Callback, Trainer, TrainerConfig
-from ddp_kit.state_values import Piece
+from ddp_kit import Trainer, TrainerConfig
 
 WIDTH = 96
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -34,18 +31,7 @@ class Adapted(nn.Module):
         return (self.base(x) + self.up(self.down(self.drop(x)))).tanh()
 
 
-class Dies(Callback):
-    """The last rank, by SIGKILL."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_step(self, trainer: Any) -> None:
-        if FIRST_ATTEMPT and trainer.step == self.after and trainer.world.rank == trainer.world.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def model(seed: int = 0) -> nn.Module:
+def adapted_model(seed: int = 0) -> nn.Module:
     """Three layers; `seed`: of the frozen weights."""
     torch.manual_seed(seed)
     made = nn.Sequential(Adapted(), Adapted(), Adapted())
@@ -56,28 +42,23 @@ def model(seed: int = 0) -> nn.Module:
     return made
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def main(folder: str, after: int, parallel: str, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(48, WIDTH, generator=generator), torch.randn(48, WIDTH, generator=generator))
     trainer = Trainer(
-        model(seed),
+        adapted_model(seed),
         lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.01),
-        loss_fn,
+        mean_squared_error,
         TrainerConfig(
             epochs=2,
             global_batch_size=8,
             checkpoint={"dir": folder, "every_steps": 3, "trainable_only": True},  # type: ignore[arg-type]
             parallel=parallel,  # type: ignore[arg-type]
         ),
-        callbacks=[Dies(after)],
+        callbacks=[KillsLastRank(after if FIRST_ATTEMPT else 0)],
     )
     result = trainer.fit(data)
-    held = [each.tensor if isinstance(each, Piece) else each for each in trainer.model_state().values()]
-    digest = hashlib.sha256(torch.cat([each.flatten() for each in held]).numpy()).hexdigest()
+    digest = digest_of(trainer.model_state().values())
     print(f"ended {trainer.world.rank} {result.steps} {digest}\n", end="", flush=True)
 
 

@@ -66,14 +66,14 @@ def plain_network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def numbers(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+def random_tensors(samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
     return x, torch.randn(samples, 1, generator=generator, dtype=torch.float64)
 
 
-def data(samples: int = SAMPLES) -> TensorDataset:
-    return TensorDataset(*numbers(samples))
+def random_dataset(samples: int = SAMPLES) -> TensorDataset:
+    return TensorDataset(*random_tensors(samples))
 
 
 def config(**settings: Any) -> TrainerConfig:
@@ -85,7 +85,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
 
 
-def squares(model: nn.Module, batch: Any) -> Tensor:
+def squared_error(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
@@ -121,14 +121,16 @@ class ByHand:
 Training: Any = Trainer
 
 
-def made(kind: Callable[[], nn.Module], loss: Any = squares, optimizer: Any = adamw, **options: Any) -> Any:
+def seeded_training(
+    kind: Callable[[], nn.Module], loss: Any = squared_error, optimizer: Any = adamw, **options: Any
+) -> Any:
     torch.manual_seed(1)
     return Training(kind(), optimizer, loss, options.pop("config", None) or config(), **options)
 
 
-def trained(*arguments: Any, **options: Any) -> list[float]:
-    trainer = made(*arguments, **options)
-    trainer.fit(data())
+def trained_weights(*arguments: Any, **options: Any) -> list[float]:
+    trainer = seeded_training(*arguments, **options)
+    trainer.fit(random_dataset())
     return weights_of(trainer.model)
 
 
@@ -153,7 +155,7 @@ def a_penalty_alone() -> list[float]:
     torch.manual_seed(1)
     own = plain_network()
     trainer = Training(own, adamw, loss, config(accumulation_steps=2))
-    trainer.fit(data())
+    trainer.fit(random_dataset())
     return weights_of(own)
 
 
@@ -161,14 +163,16 @@ def called_by_its_own_name() -> list[float]:
     """The loss function calls the user's own object, not its argument."""
     torch.manual_seed(1)
     own = plain_network()
-    trainer = Training(own, adamw, lambda _, batch: squares(own, batch), config())
-    trainer.fit(data())
+    trainer = Training(own, adamw, lambda _, batch: squared_error(own, batch), config())
+    trainer.fit(random_dataset())
     return weights_of(own)
 
 
 def a_part_of_the_model() -> list[float]:
     """The loss function uses an attribute of the model."""
-    return trained(plain_network, lambda model, batch: (model[2](model[0](batch[0])) - batch[1]).square().mean())
+    return trained_weights(
+        plain_network, lambda model, batch: (model[2](model[0](batch[0])) - batch[1]).square().mean()
+    )
 
 
 def called_twice() -> list[float]:
@@ -180,14 +184,14 @@ def called_twice() -> list[float]:
             target = model(x * 2)
         return (model(x) + model(-x) - y).square().mean() + (model(x) - target).square().mean()
 
-    return trained(Experts, loss, config=config(parallel={"find_unused_parameters": True}))
+    return trained_weights(Experts, loss, config=config(parallel={"find_unused_parameters": True}))
 
 
 def called_as_often_as_there_are_samples() -> list[float]:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return torch.stack([(model(x) - y).square().mean() for x, y in zip(*batch, strict=True)]).mean()
 
-    return trained(lambda: nn.Sequential(plain_network(), Counter()), loss, config=config(global_batch_size=5))
+    return trained_weights(lambda: nn.Sequential(plain_network(), Counter()), loss, config=config(global_batch_size=5))
 
 
 class Counter(nn.Module):
@@ -202,19 +206,19 @@ class Counter(nn.Module):
 
 def unused_where_a_rank_has_no_samples() -> list[float]:
     """No sample uses the third layer: AdamW must leave it as it is. The others are used in some steps only."""
-    return trained(Experts, config=config(parallel={"find_unused_parameters": True}))
+    return trained_weights(Experts, config=config(parallel={"find_unused_parameters": True}))
 
 
 class Probe(Callback):
     """A backward pass of the user's own after each step."""
 
     def on_step(self, trainer: Trainer) -> None:
-        x, y = numbers()
+        x, y = random_tensors()
         (trainer.model(x) - y).square().sum().backward()
 
 
 def a_probe_between_steps() -> list[float]:
-    return trained(plain_network, callbacks=[Probe()])
+    return trained_weights(plain_network, callbacks=[Probe()])
 
 
 def two_trainers() -> list[float]:
@@ -228,27 +232,27 @@ def two_trainers() -> list[float]:
         lambda model, batch: (model(batch[1]) - model(maker(batch[0]))).square().mean(),
         config(),
     )
-    for _ in zip(fooled.steps(data()), caught.steps(data()), strict=True):
+    for _ in zip(fooled.steps(random_dataset()), caught.steps(random_dataset()), strict=True):
         pass
     return weights_of(maker) + weights_of(critic)
 
 
 def complex_parameters() -> list[float]:
-    return trained(Complex, config=config(max_grad_norm=0.5))
+    return trained_weights(Complex, config=config(max_grad_norm=0.5))
 
 
 def complex_parameters_with_weights() -> list[float]:
     def loss(model: nn.Module, batch: Any) -> Loss:
         return Loss((model(batch[0]) - batch[1]).square().sum(), weight=len(batch[0]))
 
-    return trained(Complex, loss, config=config(accumulation_steps=2))
+    return trained_weights(Complex, loss, config=config(accumulation_steps=2))
 
 
 def odd_buffers() -> list[float]:
-    return trained(Odd, config=config(accumulation_steps=2))
+    return trained_weights(Odd, config=config(accumulation_steps=2))
 
 
-class Grows(nn.Module):
+class GrowingTable(nn.Module):
     """With a table that each rank computes for its longest sequence so far, as rotary embeddings do."""
 
     def __init__(self) -> None:
@@ -271,7 +275,7 @@ class StepsGrow(Callback):
 
 
 def a_table_that_grows() -> list[float]:
-    return trained(Grows, callbacks=[StepsGrow()])
+    return trained_weights(GrowingTable, callbacks=[StepsGrow()])
 
 
 def weights_in_low_precision() -> list[float]:
@@ -281,10 +285,10 @@ def weights_in_low_precision() -> list[float]:
         passes = 1 if Training is Trainer else len(batch[0])
         return Loss((model(batch[0]) - batch[1]).square().sum(), weight=torch.ones((), dtype=torch.bfloat16) * passes)
 
-    trainer = made(
+    trainer = seeded_training(
         plain_network, loss, config=config(global_batch_size=600, micro_batch_size=1, max_steps=1, epochs=None)
     )
-    trainer.fit(data(600))
+    trainer.fit(random_dataset(600))
     return weights_of(trainer.model)
 
 
@@ -299,10 +303,10 @@ class Norm(nn.Module):
 
 def a_step_that_is_left_out() -> list[float]:
     """The second of three steps has a NaN: the weights, and BatchNorm's statistics, are finite."""
-    x, y = numbers(18)
+    x, y = random_tensors(18)
     x[7] = torch.nan
     # at every number of ranks another part of the batch is normalised: only that all is finite can be compared
-    trainer = made(Norm, config=config(global_batch_size=6, non_finite_gradients="skip", epochs=1))
+    trainer = seeded_training(Norm, config=config(global_batch_size=6, non_finite_gradients="skip", epochs=1))
     result = trainer.fit(TensorDataset(x, y))
     finite = all(each.isfinite().all() for each in trainer.model.state_dict().values())
     return [result.skipped, float(finite), float(trainer.model.norm.num_batches_tracked)]
@@ -314,10 +318,10 @@ def the_compiler_sees_the_wrapper() -> list[float]:
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         seen.append((DistributedDataParallel._get_active_ddp_module() is not None) == (RANKS > 1))
-        return squares(model, batch)
+        return squared_error(model, batch)
 
     torch.compiler.set_stance("force_eager")
-    trained(plain_network, loss, config=config(compile="model"))
+    trained_weights(plain_network, loss, config=config(compile="model"))
     torch.compiler.set_stance("default")
     return [float(all(seen) and DistributedDataParallel._get_active_ddp_module() is None)]
 
@@ -357,21 +361,21 @@ class Changes(Callback):
 
 
 def changed(change: Callable[[Trainer], None], **settings: Any) -> list[float]:
-    return trained(plain_network, config=config(log_every_steps=2, **settings), callbacks=[Changes(3, change)])
+    return trained_weights(plain_network, config=config(log_every_steps=2, **settings), callbacks=[Changes(3, change)])
 
 
 def other_learning_rates() -> list[float]:
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1.0 + RANK * (tick > 2))
 
-    return trained(plain_network, config=config(log_every_steps=2), scheduler=schedule)
+    return trained_weights(plain_network, config=config(log_every_steps=2), scheduler=schedule)
 
 
 def other_schedulers() -> list[float]:
     def schedule(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=100 + RANK)
 
-    return trained(plain_network, scheduler=schedule)
+    return trained_weights(plain_network, scheduler=schedule)
 
 
 def other_optimizer_states() -> list[float]:
@@ -383,8 +387,8 @@ def other_optimizer_states() -> list[float]:
     optimizer.step()
     for name, value in optimizer.state[model[2].weight].items():
         value += RANK if name == "exp_avg" else 0.0
-    trainer = Trainer(model, optimizer, squares, config())
-    trainer.fit(data())
+    trainer = Trainer(model, optimizer, squared_error, config())
+    trainer.fit(random_dataset())
     return weights_of(model)
 
 
@@ -406,11 +410,11 @@ def other_weights_that_are_not_compared() -> list[float]:
 
 
 def other_weights_after_some_steps() -> list[float]:
-    trainer = made(plain_network, config=config(epochs=None, max_steps=4))
-    next(trainer.steps(data()))
+    trainer = seeded_training(plain_network, config=config(epochs=None, max_steps=4))
+    next(trainer.steps(random_dataset()))
     with torch.no_grad():
         trainer.model[0].bias += RANK
-    trainer.fit(data())
+    trainer.fit(random_dataset())
     return weights_of(trainer.model)
 
 
@@ -420,7 +424,7 @@ def frozen_elsewhere() -> list[float]:
         made[0].bias.requires_grad_(RANK == 0)
         return made
 
-    return trained(model)
+    return trained_weights(model)
 
 
 def another_buffer() -> list[float]:
@@ -429,7 +433,7 @@ def another_buffer() -> list[float]:
         made.register_buffer("one", torch.zeros(1 + RANK))
         return made
 
-    return trained(model)
+    return trained_weights(model)
 
 
 def another_sparse_buffer() -> list[float]:
@@ -438,11 +442,11 @@ def another_sparse_buffer() -> list[float]:
         made.register_buffer("one", (torch.eye(3) * (1 + RANK)).to_sparse())
         return made
 
-    return trained(model)
+    return trained_weights(model)
 
 
 def lazy() -> list[float]:
-    return trained(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)).double())
+    return trained_weights(lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)).double())
 
 
 def unfrozen_in_mid_run() -> list[float]:
@@ -452,7 +456,7 @@ def unfrozen_in_mid_run() -> list[float]:
         return made
 
     unfreeze = Changes(2, lambda trainer: trainer.model[0].weight.requires_grad_(True))
-    return trained(model, callbacks=[unfreeze])
+    return trained_weights(model, callbacks=[unfreeze])
 
 
 REFUSED = {

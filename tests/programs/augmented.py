@@ -24,7 +24,7 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
         return torch.tensor(index), torch.tensor(drawn, dtype=torch.float64)
 
 
-def run(workers: int, own_loader: bool) -> dict[str, Any]:
+def augmented_samples(workers: int, own_loader: bool) -> dict[str, Any]:
     seen: list[tuple[int, int, list[float]]] = []
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.5)).double()
@@ -53,5 +53,5 @@ def run(workers: int, own_loader: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found = [run(workers, own_loader) for workers in (0, 1, 2) for own_loader in (False, True)]
+    found = [augmented_samples(workers, own_loader) for workers in (0, 1, 2) for own_loader in (False, True)]
     Path(sys.argv[1], f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))

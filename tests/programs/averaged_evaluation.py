@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from ddp_kit import EMA, Callback, Trainer, TrainerConfig
 
 
-class Samples(Callback):
+class CallsModel(Callback):
     def on_evaluate(self, trainer, metrics):
         with torch.no_grad():
             trainer.model(x[:1])
@@ -25,7 +25,7 @@ trainer = Trainer(
     lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     lambda model, batch: model(batch[0]).square().mean(),
     config,
-    callbacks=[EMA(0.5), Samples()],
+    callbacks=[EMA(0.5), CallsModel()],
 )
 x = torch.randn(16, 3, dtype=torch.float64)
 trainer.evaluate(TensorDataset(x))

@@ -10,7 +10,7 @@ from ddp_kit import Trainer, TrainerConfig
 torch.manual_seed(0)
 
 
-class Model(nn.Module):
+class OrderedBlocks(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(6))
@@ -21,7 +21,7 @@ class Model(nn.Module):
         return x
 
 
-model = Model()
+model = OrderedBlocks()
 config = TrainerConfig(max_steps=3, global_batch_size=4, parallel={"pipeline": 3})
 data = torch.utils.data.TensorDataset(torch.randn(12, 2))
 Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).square().mean(), config).fit(data)

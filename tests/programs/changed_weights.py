@@ -19,7 +19,7 @@ from ddp_kit.errors import DdpKitError
 DATA = torch.arange(16)
 
 
-class Net(nn.Module):
+class EmbeddingAndLayer(nn.Module):
     """An embedding and a layer; `change(self, rows)` runs in the forward pass."""
 
     def __init__(self, change=None, max_norm=None, bag=False):
@@ -70,7 +70,7 @@ class OnEvaluation(Callback):
         trainer.optimizer.scale(2.0)
 
 
-class Late(Net):
+class Late(EmbeddingAndLayer):
     """Writes from the third training pass on."""
 
     def __init__(self):
@@ -80,7 +80,7 @@ class Late(Net):
     def forward(self, x):
         self.passes += self.training
         if self.passes > 2:
-            write(self)
+            shrink_layer(self)
         return super().forward(x)
 
 
@@ -90,11 +90,11 @@ def no_grad(change):
             change(model)
         return rows
 
-    return Net(changed)
+    return EmbeddingAndLayer(changed)
 
 
 def with_hook(register):
-    model = Net()
+    model = EmbeddingAndLayer()
     register(model)
     return model
 
@@ -103,7 +103,7 @@ def replace_memory(model):
     model.layer.weight.data = model.layer.weight.data * 0.9
 
 
-def write(model):
+def shrink_layer(model):
     with torch.no_grad():
         model.layer.weight.mul_(0.9)
 
@@ -117,14 +117,16 @@ IN_PASSES = {
     "clamp_ in forward, but not at first": lambda: Late(),
     "copy_ in forward": lambda: no_grad(lambda model: model.layer.weight.copy_(model.layer.weight * 0.9)),
     "div_ in forward": lambda: no_grad(lambda model: model.layer.weight.div_(model.layer.weight.norm())),
-    "write from the batch in forward": lambda: Net(lambda model, rows, x: (write(model), rows)[1]),
+    "write from the batch in forward": lambda: EmbeddingAndLayer(lambda model, rows, x: (shrink_layer(model), rows)[1]),
     "data.clamp_ in forward": lambda: no_grad(lambda model: model.layer.weight.data.clamp_(-0.1, 0.1)),
     "data replaced in forward": lambda: no_grad(replace_memory),
-    "Embedding(max_norm)": lambda: Net(max_norm=1.0),
-    "EmbeddingBag(max_norm)": lambda: Net(max_norm=1.0, bag=True),
-    "F.embedding(max_norm)": lambda: Net(lambda model, rows, x: F.embedding(x, model.rows.weight, max_norm=1.0)),
-    "forward_pre_hook": lambda: with_hook(lambda model: model.register_forward_pre_hook(lambda m, _: write(m))),
-    "forward_hook": lambda: with_hook(lambda model: model.rows.register_forward_hook(lambda *_: write(model))),
+    "Embedding(max_norm)": lambda: EmbeddingAndLayer(max_norm=1.0),
+    "EmbeddingBag(max_norm)": lambda: EmbeddingAndLayer(max_norm=1.0, bag=True),
+    "F.embedding(max_norm)": lambda: EmbeddingAndLayer(
+        lambda model, rows, x: F.embedding(x, model.rows.weight, max_norm=1.0)
+    ),
+    "forward_pre_hook": lambda: with_hook(lambda model: model.register_forward_pre_hook(lambda m, _: shrink_layer(m))),
+    "forward_hook": lambda: with_hook(lambda model: model.rows.register_forward_hook(lambda *_: shrink_layer(model))),
     "post_accumulate_grad_hook": lambda: with_hook(
         lambda model: model.layer.weight.register_post_accumulate_grad_hook(step_at_once)
     ),
@@ -169,15 +171,18 @@ def result(strategy, model, optimizer, callbacks):
         return str(refused)
 
 
-def sgd(parameters):
+def slow_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.01)
 
 
 for strategy in sys.argv[1:]:
-    found = {name: result(strategy, model, sgd, []) for name, model in IN_PASSES.items()}
-    found |= {f"on_step: {name}": result(strategy, Net, sgd, [OnStep(change)]) for name, change in ON_STEP.items()}
+    found = {name: result(strategy, model, slow_sgd, []) for name, model in IN_PASSES.items()}
+    found |= {
+        f"on_step: {name}": result(strategy, EmbeddingAndLayer, slow_sgd, [OnStep(change)])
+        for name, change in ON_STEP.items()
+    }
     for kind in (Modes, ModesOfData):
         made = partial(kind, lr=0.01)
-        found[f"on_evaluate: {kind.__name__}"] = result(strategy, Net, made, [OnEvaluation()])
+        found[f"on_evaluate: {kind.__name__}"] = result(strategy, EmbeddingAndLayer, made, [OnEvaluation()])
     for name, value in found.items():
         say("case", json.dumps([strategy, name, value]))

@@ -21,7 +21,7 @@ class Changing:
         return self.lengths[self.epoch]
 
 
-class Samples(Changing, Dataset):
+class ChangingSamples(Changing, Dataset):
     def __getitem__(self, index):
         assert index < len(self)
         return DATA[index]
@@ -32,7 +32,7 @@ class Order(Changing, Sampler):
         return iter(torch.randperm(32)[: len(self)].tolist())
 
 
-class Batches(Changing, BatchSampler):
+class ChangingBatches(Changing, BatchSampler):
     def __init__(self, lengths):
         Changing.__init__(self, lengths)
 
@@ -40,7 +40,7 @@ class Batches(Changing, BatchSampler):
         yield from torch.randperm(32)[: 4 * len(self)].reshape(-1, 4).tolist()
 
 
-def train(data, **settings):
+def train_epochs(data, **settings):
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
     seen = {}
@@ -67,9 +67,9 @@ def train(data, **settings):
     return trainer.world.world_size
 
 
-ranks = train(Samples([8, 12, 16]), global_batch_size=4)
+ranks = train_epochs(ChangingSamples([8, 12, 16]), global_batch_size=4)
 for sizes in ([16, 24, 32], [32, 9, 3]):
-    train(Samples(sizes), global_batch_size=8)
-    train(DataLoader(DATA, batch_size=8 // ranks, sampler=Order(sizes)))
+    train_epochs(ChangingSamples(sizes), global_batch_size=8)
+    train_epochs(DataLoader(DATA, batch_size=8 // ranks, sampler=Order(sizes)))
 for batches in ([2, 3, 4], [8, 3, 1]):
-    train(DataLoader(DATA, batch_sampler=Batches(batches)), accumulation_steps=2 // ranks)
+    train_epochs(DataLoader(DATA, batch_sampler=ChangingBatches(batches)), accumulation_steps=2 // ranks)

@@ -26,7 +26,7 @@ PASS_SECONDS = 0.01
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
-class Noisy(Dataset[Batch]):
+class NumberedNoisy(Dataset[Batch]):
     """Augmented at random, by both generators; says which sample is which."""
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
         callbacks=[ledger, ema],
     )
-    result = trainer.fit(Noisy())
+    result = trainer.fit(NumberedNoisy())
     if trainer.world.is_main:
         values = [value.clone() for value in model.state_dict().values()]
         ema.apply_to(model)

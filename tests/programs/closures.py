@@ -38,31 +38,31 @@ class SAM(torch.optim.Optimizer):
         return loss
 
 
-def model() -> nn.Module:
+def small_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
 
 
-def optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
+def closure_optimizer(kind: str, parameters: Any) -> torch.optim.Optimizer:
     if kind == "sam":
         return SAM(parameters, lr=0.1, radius=0.05)
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def samples() -> list[Tensor]:
+def weighted_samples() -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 3, generator=draw, dtype=torch.float64)
     return [x, x.sin().sum(dim=1, keepdim=True), torch.rand(SAMPLES, 1, generator=draw, dtype=torch.float64)]
 
 
-def weighted(model: nn.Module, batch: Any) -> Loss:
+def weighted_squares(model: nn.Module, batch: Any) -> Loss:
     x, y, weights = batch
     return Loss(((model(x) - y) ** 2 * weights).sum(), weights.sum())
 
 
-def by_hand(kind: str) -> list[Tensor]:
-    network, data = model(), samples()
-    stepper = optimizer(kind, network.parameters())
+def closures_by_hand(kind: str) -> list[Tensor]:
+    network, data = small_model(), weighted_samples()
+    stepper = closure_optimizer(kind, network.parameters())
     starts = [start for _ in range(STEPS) for start in range(0, SAMPLES, BATCH)][:STEPS]
     for start in starts:
         batch = [each[start : start + BATCH] for each in data]
@@ -70,7 +70,7 @@ def by_hand(kind: str) -> list[Tensor]:
         def closure(batch: list[Tensor] = batch) -> Tensor:
             with torch.enable_grad():
                 stepper.zero_grad()
-                found = weighted(network, batch)
+                found = weighted_squares(network, batch)
                 loss: Tensor = found.loss / found.weight
                 loss.backward()
             return loss
@@ -79,8 +79,8 @@ def by_hand(kind: str) -> list[Tensor]:
     return [each.detach() for each in network.parameters()]
 
 
-def trained(kind: str, folder: str, dies_after: int) -> Trainer:
-    network = model()
+def trained_with_closures(kind: str, folder: str, dies_after: int) -> Trainer:
+    network = small_model()
     config = TrainerConfig(
         max_steps=STEPS,
         global_batch_size=BATCH,
@@ -89,11 +89,11 @@ def trained(kind: str, folder: str, dies_after: int) -> Trainer:
         checkpoint={"dir": f"{folder}-{kind}", "every_steps": 2, "resume": "auto"},
     )
     if kind == "sam":
-        one = Update("sam", weighted, optimizer(kind, network.parameters()), closure=True)
+        one = Update("sam", weighted_squares, closure_optimizer(kind, network.parameters()), closure=True)
         trainer = Trainer(network, updates=[one], config=config)
     else:
-        trainer = Trainer(network, optimizer(kind, network.parameters()), weighted, config)
-    for step in trainer.steps(TensorDataset(*samples())):
+        trainer = Trainer(network, closure_optimizer(kind, network.parameters()), weighted_squares, config)
+    for step in trainer.steps(TensorDataset(*weighted_samples())):
         if step.number == dies_after and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
     return trainer
@@ -101,7 +101,7 @@ def trained(kind: str, folder: str, dies_after: int) -> Trainer:
 
 if __name__ == "__main__":
     for kind in ("sam", "lbfgs"):
-        run = trained(kind, str(Path(sys.argv[1])), int(sys.argv[2]) if kind == "lbfgs" else 0)
+        run = trained_with_closures(kind, str(Path(sys.argv[1])), int(sys.argv[2]) if kind == "lbfgs" else 0)
         if run.world.is_main:
             weights = [each.tolist() for each in run.model.parameters()]
             os.write(1, f"ended {kind} {json.dumps(weights)}\n".encode())

@@ -8,6 +8,7 @@ import torch
 from say import say
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import sgd
 
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.parallel import fsdp
@@ -27,15 +28,11 @@ class Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 torch.manual_seed(0)
 blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
 model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(4, 1))
 config = TrainerConfig(global_batch_size=24, accumulation_steps=3, max_steps=3, log_every_steps=99, parallel=parallel)
-trainer = Trainer(model, optimizer, lambda model, x: model(x).square().mean(), config)
+trainer = Trainer(model, sgd, lambda model, x: model(x).square().mean(), config)
 counts = []
 with Sent() as sent:
     for _ in trainer.steps(torch.randn(80, 4)):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ddp_kit import Trainer, TrainerConfig
 
 
-class Own(Dataset):
+class EightSamples(Dataset):
     def __len__(self):
         return 8
 
@@ -18,7 +18,7 @@ class Own(Dataset):
         return torch.full((3,), float(index))
 
 
-class Stream(IterableDataset):
+class EightStreamed(IterableDataset):
     def __iter__(self):
         return (torch.full((3,), float(index)) for index in range(8))
 
@@ -29,7 +29,7 @@ class Stream(IterableDataset):
         pass
 
 
-def train(data):
+def train_on(data):
     model, seen = nn.Linear(3, 1), []
 
     def loss(model, batch):
@@ -43,7 +43,7 @@ def train(data):
 
 
 assert tempfile.gettempdir() == sys.argv[1]
-train(Own())
-train(TensorDataset(torch.arange(8.0).reshape(8, 1).expand(8, 3)))
-train(DataLoader(Own(), batch_size=4, num_workers=1, collate_fn=lambda samples: torch.stack(samples)))
-train(Stream())
+train_on(EightSamples())
+train_on(TensorDataset(torch.arange(8.0).reshape(8, 1).expand(8, 3)))
+train_on(DataLoader(EightSamples(), batch_size=4, num_workers=1, collate_fn=lambda samples: torch.stack(samples)))
+train_on(EightStreamed())

@@ -13,14 +13,14 @@ from say import say
 rank = os.environ["RANK"]
 
 
-def end(number, frame):
+def exit_on_signal(number, frame):
     say("told", rank, signal.Signals(number).name)
     sys.exit(int(os.environ.get("CODE", "0")))
 
 
 if rank != os.environ.get("DEAF"):
     signal.signal(signal.SIGUSR1, lambda number, frame: say("warned", rank))
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGTERM, exit_on_signal)
 wakes, wake = os.pipe()
 os.set_blocking(wake, False)
 signal.set_wakeup_fd(wake)

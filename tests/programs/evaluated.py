@@ -29,7 +29,7 @@ class LargestError:
         return self.largest
 
 
-def data_of(samples: int) -> TensorDataset:
+def rounded_sums(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(samples)
     x = torch.randn(samples, 3, generator=generator, dtype=torch.float64)
     return TensorDataset(x, x.sum(dim=1).round())
@@ -39,7 +39,7 @@ def squared(model: nn.Module, batch: Any) -> Tensor:
     return ((model(batch[0]).squeeze(1) - batch[1]) ** 2).mean()
 
 
-def weighted(model: nn.Module, batch: Any) -> Loss:
+def weighted_by_label(model: nn.Module, batch: Any) -> Loss:
     weights = batch[1].clamp(min=0)
     return Loss((model(batch[0]).squeeze(1) * weights).sum(), weight=weights.sum().item())
 
@@ -53,19 +53,19 @@ def nested(model: nn.Module, batch: Any) -> dict[str, Any]:
     }
 
 
-def trained(loss_fn: Any, metrics: dict[str, Any]) -> Trainer:
+def trained_with_batch_norm(loss_fn: Any, metrics: dict[str, Any]) -> Trainer:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     config = TrainerConfig(global_batch_size=32, data=DataConfig(drop_last=True))
     trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01), loss_fn, config, metrics=metrics)
-    trainer.fit(data_of(64))  # so that each rank has BatchNorm statistics of its own
+    trainer.fit(rounded_sums(64))  # so that each rank has BatchNorm statistics of its own
     return trainer
 
 
 def evaluation_apart(samples: int) -> float:
-    data: Dataset[Any] = data_of(samples)
+    data: Dataset[Any] = rounded_sums(samples)
     x, y = data[:]
-    trainer = trained(
+    trainer = trained_with_batch_norm(
         squared,
         {
             "absolute": lambda output, batch: (output.squeeze(1) - batch[1]).abs().mean(),
@@ -89,8 +89,8 @@ def evaluation_apart(samples: int) -> float:
 
 
 def weighted_apart(samples: int) -> float:
-    trainer, (x, y) = trained(weighted, {}), data_of(samples)[:]
-    found = trainer.evaluate(data_of(samples))["loss"]
+    trainer, (x, y) = trained_with_batch_norm(weighted_by_label, {}), rounded_sums(samples)[:]
+    found = trainer.evaluate(rounded_sums(samples))["loss"]
     weights = y.clamp(min=0)
     with torch.no_grad():
         expected = (trainer.model.eval()(x).squeeze(1) * weights).sum() / weights.sum()
@@ -98,8 +98,8 @@ def weighted_apart(samples: int) -> float:
 
 
 def check_predictions(samples: int) -> None:
-    data = data_of(samples)
-    trainer = trained(squared, {})
+    data = rounded_sums(samples)
+    trainer = trained_with_batch_norm(squared, {})
     x, y = data[:]
     found = trainer.predict(data, nested)
     plain = trainer.predict(x)
@@ -134,10 +134,10 @@ def torchmetrics_apart(samples: int) -> float:
         "order": lambda output, batch: (output.squeeze(1), batch[1]),
         "all": lambda output, batch: (output.squeeze(1),),
     }
-    trainer = trained(squared, {name: (metric, selects[name]) for name, metric in kinds().items()})
-    x, y = data_of(samples)[:]
-    trainer.evaluate(data_of(samples + 1))  # whose state is forgotten
-    found = trainer.evaluate(data_of(samples))
+    trainer = trained_with_batch_norm(squared, {name: (metric, selects[name]) for name, metric in kinds().items()})
+    x, y = rounded_sums(samples)[:]
+    trainer.evaluate(rounded_sums(samples + 1))  # whose state is forgotten
+    found = trainer.evaluate(rounded_sums(samples))
     with torch.no_grad():
         output = trainer.model.eval()(x)
     expected = {}

@@ -107,7 +107,7 @@ def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (model(*batch) - batch[0].sum(dim=1)).square().mean()
 
 
-def trained(folder: Path | None, steps: int, optimizer: str, data: Any, settings: dict[str, Any]) -> list[Tensor]:
+def held_weights(folder: Path | None, steps: int, optimizer: str, data: Any, settings: dict[str, Any]) -> list[Tensor]:
     """The weights that this rank holds at the end."""
     torch.manual_seed(0)
     sizes = {} if isinstance(data, DataLoader) else {"global_batch_size": 8}
@@ -127,11 +127,11 @@ def resumed(folder: Path, name: str, settings: dict[str, Any]) -> str:
     """Whether a run that is stopped and resumed ends bitwise identical to an undisturbed one: "same" or "other"."""
     optimizer, data = (name, lambda: DATA) if name in OPTIMIZERS else ("SGD", SAMPLERS[name])
     try:
-        whole = trained(None, STEPS, optimizer, data(), settings)
+        whole = held_weights(None, STEPS, optimizer, data(), settings)
     except (ConfigError, DataError) as refused:
         return refused.message.partition("\n")[0]
-    half = trained(folder / name, STOP, optimizer, data(), settings)
-    ended = trained(folder / name, STEPS, optimizer, data(), settings)
+    half = held_weights(folder / name, STOP, optimizer, data(), settings)
+    ended = held_weights(folder / name, STEPS, optimizer, data(), settings)
     assert any(not torch.equal(one, other) for one, other in zip(half, ended, strict=True)) or not sum(map(len, ended))
     return "same" if all(map(torch.equal, whole, ended)) else "other"
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from toys import flat
 
 from ddp_kit import DataConfig, Loss, Trainer, TrainerConfig
 
@@ -18,7 +19,7 @@ RATE = 0.05
 DECAY = 0.8  # of the learning rate, at each tick
 
 
-class Network(nn.Module):
+class SmallNetwork(nn.Module):
     """`buffers`: one that counts calls, so that it differs on each rank, and one that the output depends on."""
 
     def __init__(self, buffers: bool) -> None:
@@ -55,7 +56,7 @@ def optimizer_of(case: dict[str, Any], parameters: Any) -> torch.optim.Optimizer
     return kind(parameters, lr=RATE)
 
 
-def plain(model: nn.Module, batch: Any) -> Tensor:
+def unweighted(model: nn.Module, batch: Any) -> Tensor:
     x, y, _ = batch
     return ((model(x) - y) ** 2).mean()
 
@@ -70,10 +71,10 @@ def weighted_by_tensor(model: nn.Module, batch: Any) -> Loss:
     return Loss(((model(x) - y) ** 2 * weights).sum(), weight=weights.sum())
 
 
-LOSSES = {"plain": plain, "number": weighted_by_number, "tensor": weighted_by_tensor}
+LOSSES = {"plain": unweighted, "number": weighted_by_number, "tensor": weighted_by_tensor}
 
 
-def data_of(case: dict[str, Any], micro_batch: int) -> Any:
+def data_of_case(case: dict[str, Any], micro_batch: int) -> Any:
     tensors = samples_of(case)
     if case["data"] == "tensors":
         return TensorDataset(*tensors)
@@ -83,7 +84,7 @@ def data_of(case: dict[str, Any], micro_batch: int) -> Any:
     return DataLoader(one_by_one, batch_size=micro_batch, shuffle=case["shuffle"], drop_last=case["drop_last"])  # type: ignore[arg-type]
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
+def train_case(case: dict[str, Any]) -> dict[str, Any]:
     config = TrainerConfig(
         epochs=case["epochs"],
         max_steps=case["max_steps"],
@@ -97,17 +98,17 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         parallel=case["parallel"],
     )
     trainer = Trainer(
-        Network(case["buffers"]),
+        SmallNetwork(case["buffers"]),
         lambda parameters: optimizer_of(case, parameters),
         LOSSES[case["loss"]],
         config,
         scheduler=(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, DECAY)) if case["scheduler"] else None,
         metrics={"error": lambda output, batch: (output - batch[1]).abs().mean()},
     )
-    data = data_of(case, trainer.batch_plan.micro_batch)
+    data = data_of_case(case, trainer.batch_plan.micro_batch)
     result = trainer.fit(data, data)
     return {
-        "weights": torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]).tolist(),
+        "weights": flat(trainer.model.parameters()).tolist(),
         "losses": [row.loss for row in result.history],
         "error": result.metrics["error"],
         "counts": [result.steps, result.samples],
@@ -116,6 +117,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results = [run(case) for case in json.loads(Path(sys.argv[1]).read_text())]
+    results = [train_case(case) for case in json.loads(Path(sys.argv[1]).read_text())]
     if results[0]["main"]:
         print(json.dumps(results))

@@ -21,7 +21,7 @@ FUSED = [
 MOMENTUM = [("SGD", {"momentum": 0.9, "dampening": 0.5}), ("SGD", {"momentum": 0.9, "nesterov": True})]
 
 
-class Scaled(nn.Module):
+class ScaledLayers(nn.Module):
     def __init__(self, shape):
         super().__init__()
         self.up, self.down, self.scale = nn.Linear(4, 3), nn.Linear(3, 1), nn.Parameter(torch.full(shape, 1.5))
@@ -30,7 +30,7 @@ class Scaled(nn.Module):
         return self.down(self.up(x)) * self.scale
 
 
-def trained(name, settings, strategy, precision, shape):
+def skipped_and_outputs(name, settings, strategy, precision, shape):
     torch.manual_seed(0)
     data = torch.randn(32, 4)
     if precision == "fp16":
@@ -39,7 +39,7 @@ def trained(name, settings, strategy, precision, shape):
         epochs=1, global_batch_size=4, precision=precision, parallel=strategy, data={"shuffle": False}
     )
     trainer = Trainer(
-        Scaled(shape),
+        ScaledLayers(shape),
         lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01, **settings),
         lambda model, x: model(x).float().square().mean(),
         config,
@@ -53,5 +53,7 @@ strategies, precisions, shapes = ("ddp", "zero1", "fsdp"), ("fp32", "bf16", "fp1
 for (name, settings), strategy, precision, shape in itertools.product(FUSED + MOMENTUM, strategies, precisions, shapes):
     if strategy == "fsdp" and shape == ():
         continue  # refused: FSDP cannot shard scalar parameters
-    runs = [trained(name, {**settings, "fused": fused}, strategy, precision, shape) for fused in (False, True)]
+    runs = [
+        skipped_and_outputs(name, {**settings, "fused": fused}, strategy, precision, shape) for fused in (False, True)
+    ]
     say("run", json.dumps([f"{name} {settings} {strategy} {precision} {shape}", *runs]))

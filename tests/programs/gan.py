@@ -1,4 +1,4 @@
-"""A GAN in float64: `ddpkit launch gan.py FOLDER DIES_AFTER`; by hand: `by_hand()`. Prints what rank 0 ends with."""
+"""A GAN in float64: `ddpkit launch gan.py FOLDER DIES_AFTER` prints the result of rank 0. By hand: `gan_by_hand`."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def models() -> nn.ModuleDict:
     return nn.ModuleDict({"generator": generator, "critic": critic}).double()
 
 
-def samples() -> list[Tensor]:
+def real_and_noise() -> list[Tensor]:
     draw = torch.Generator().manual_seed(1)
     real = torch.randn(SAMPLES, 3, generator=draw, dtype=torch.float64) + 1
     noise = torch.randn(SAMPLES, 2, generator=draw, dtype=torch.float64)
@@ -52,10 +52,10 @@ def optimizers(model: Any) -> dict[str, Any]:
     }
 
 
-def by_hand() -> tuple[list[Tensor], dict[str, float]]:
+def gan_by_hand() -> tuple[list[Tensor], dict[str, float]]:
     """The weights of one process that takes each global batch at once, and the last step's losses."""
     model = models()
-    made, data = optimizers(model), samples()
+    made, data = optimizers(model), real_and_noise()
     schedule = torch.optim.lr_scheduler.StepLR(made["critic"], 5)
     step, last = 0, {}
     for _ in range(EPOCHS):
@@ -82,7 +82,7 @@ def by_hand() -> tuple[list[Tensor], dict[str, float]]:
     return [each.detach() for each in model.parameters()], last
 
 
-def trainer(folder: str | None) -> Trainer:
+def gan_trainer(folder: str | None) -> Trainer:
     model = models()
     made = optimizers(model)
     config = TrainerConfig(
@@ -116,12 +116,12 @@ def trainer(folder: str | None) -> Trainer:
 
 if __name__ == "__main__":
     folder, dies_after = Path(sys.argv[1]), int(sys.argv[2])
-    run = trainer(str(folder))
-    for step in run.steps(TensorDataset(*samples())):
+    run = gan_trainer(str(folder))
+    for step in run.steps(TensorDataset(*real_and_noise())):
         if step.number == dies_after and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         last = step.log
-    metrics = run.evaluate(TensorDataset(*samples()))
+    metrics = run.evaluate(TensorDataset(*real_and_noise()))
     if run.world.is_main:
         assert last is not None
         weights = [each.tolist() for each in run.model.parameters()]

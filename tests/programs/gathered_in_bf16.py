@@ -32,7 +32,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
 
 
-def trained(name: str, precision: str, parallelize: Callable[[nn.Module, DeviceMesh], None] | None = None) -> None:
+def print_gathered_bytes(
+    name: str, precision: str, parallelize: Callable[[nn.Module, DeviceMesh], None] | None = None
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(4)))
     counted, dtypes = GatheredBytes(), set()
@@ -58,5 +60,5 @@ def trained(name: str, precision: str, parallelize: Callable[[nn.Module, DeviceM
 
 
 if __name__ == "__main__":
-    trained("autocast", "bf16")
-    trained("policy", "fp32", parallelize)
+    print_gathered_bytes("autocast", "bf16")
+    print_gathered_bytes("policy", "fp32", parallelize)

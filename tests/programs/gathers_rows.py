@@ -14,7 +14,7 @@ def loss_of(own: Tensor, everyone: Tensor) -> Tensor:
     return (own @ everyone.T).exp().sum() + (everyone[:, 0] * torch.arange(len(everyone))).sum() * len(own)
 
 
-def apart(world: World, counts: list[int]) -> float:
+def gathered_difference(world: World, counts: list[int]) -> float:
     """The largest difference in rows and gradients, if rank r has counts[r] rows."""
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(sum(counts), 3, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -36,7 +36,7 @@ world = Trainer(
 ).world
 ranks = world.world_size
 for counts in ([2] * ranks, [*range(1, ranks + 1)], [0, *[3] * (ranks - 1)]):
-    sys.stdout.write(f"{'equal' if apart(world, counts) < 1e-9 else 'different'}\n")
+    sys.stdout.write(f"{'equal' if gathered_difference(world, counts) < 1e-9 else 'different'}\n")
 for rows in (torch.zeros(2, 3 + world.rank), torch.zeros(2, dtype=(torch.int64, torch.float32)[world.rank % 2])):
     try:
         world.all_gather(rows)

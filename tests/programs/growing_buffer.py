@@ -5,11 +5,12 @@ import sys
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from toys import sgd
 
 from ddp_kit import Callback, Trainer, TrainerConfig
 
 
-class Grows(Callback):
+class GrowsTable(Callback):
     def on_step(self, trainer):
         if trainer.step == 2 and (trainer.world.rank == 1 or sys.argv[2] == "both"):
             trainer.model[0].table = torch.zeros(3 + trainer.world.rank, 2)
@@ -18,7 +19,7 @@ class Grows(Callback):
 torch.manual_seed(0)
 
 
-class Block(nn.Module):
+class CountingBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -29,14 +30,10 @@ class Block(nn.Module):
         return self.layer(x)
 
 
-model = nn.Sequential(Block(), Block())
+model = nn.Sequential(CountingBlock(), CountingBlock())
 parallel = {"pipeline": 2} if sys.argv[1] == "pipeline" else sys.argv[1]
 config = TrainerConfig(max_steps=6, global_batch_size=8, parallel=parallel)
 
 
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-trainer = Trainer(model, optimizer, lambda model, batch: model(batch[0]).square().mean(), config, callbacks=[Grows()])
+trainer = Trainer(model, sgd, lambda model, batch: model(batch[0]).square().mean(), config, callbacks=[GrowsTable()])
 trainer.fit(TensorDataset(torch.randn(64, 4)))

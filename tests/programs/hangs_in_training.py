@@ -17,7 +17,7 @@ RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 fault, workers, slow_seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 
 
-class Numbers(torch.utils.data.Dataset):
+class HangsAtSample20(torch.utils.data.Dataset):
     drawn = 0
 
     def __len__(self):
@@ -40,5 +40,5 @@ if __name__ == "__main__":
     model = torch.nn.Linear(4, 1)
     config = TrainerConfig(global_batch_size=4, epochs=1, data={"num_workers": workers, "compare_items": 0})
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.01), loss_fn, config)
-    trainer.fit(Numbers())
+    trainer.fit(HangsAtSample20())
     print("done", trainer.step)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from toys import ResidualBlock
 
 from ddp_kit import Callback, ConfigError, Gradients, Trainer, TrainerConfig
 from ddp_kit.state_values import Piece
@@ -41,20 +42,10 @@ MEMORY: dict[str, dict[str, str]] = {
 }
 
 
-class Block(nn.Module):
+class LastLayerModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return found
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(ResidualBlock(4, 8) for _ in range(2))
         self.last_layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,14 +55,14 @@ class Model(nn.Module):
         return found
 
 
-def model_and_data() -> tuple[Model, list[tuple[Tensor, Tensor]]]:
+def model_and_data() -> tuple[LastLayerModel, list[tuple[Tensor, Tensor]]]:
     generator = torch.Generator().manual_seed(0)
     xs, ys = (torch.randn(8, size, dtype=torch.float64, generator=generator) for size in (4, 3))
     torch.manual_seed(0)
-    return Model().double(), [*zip(xs, ys, strict=True)]
+    return LastLayerModel().double(), [*zip(xs, ys, strict=True)]
 
 
-def loss_fn(model: Any, batch: Any) -> Tensor:
+def tenfold_error(model: Any, batch: Any) -> Tensor:
     loss: Tensor = (model(batch[0]) - batch[1]).square().mean() * 10
     return loss
 
@@ -204,7 +195,7 @@ def reference(before: Change | None, after: Change | None) -> list[list[float]]:
     batch = tuple(torch.stack(each) for each in zip(*data, strict=True))
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_fn(model, batch).backward()
+        tenfold_error(model, batch).backward()
         if before is not None:
             before(parameters, step)
         optimizer.step()
@@ -214,11 +205,11 @@ def reference(before: Change | None, after: Change | None) -> list[list[float]]:
     return predicted
 
 
-def trained(parallel: Any, memory: dict[str, bool], name: str) -> list[list[float]]:
+def predictions_after(parallel: Any, memory: dict[str, bool], name: str) -> list[list[float]]:
     model, data = model_and_data()
     config = TrainerConfig(epochs=STEPS, global_batch_size=8, parallel=parallel, memory=memory, seed=0)
     callbacks = [CALLBACKS[name][2]()] if name in CALLBACKS else []
-    trainer = Trainer(model, optimizer_for, loss_fn, config, callbacks=callbacks)
+    trainer = Trainer(model, optimizer_for, tenfold_error, config, callbacks=callbacks)
     for change, register in zip(
         HOOKS.get(name, ()),
         (trainer.optimizer.register_step_pre_hook, trainer.optimizer.register_step_post_hook),
@@ -239,7 +230,7 @@ if __name__ == "__main__":
             for name in ("", *names(ranks)):
                 found: Any
                 try:
-                    found = trained(parallel, memory, name)
+                    found = predictions_after(parallel, memory, name)
                 except ConfigError as error:
                     found = str(error)
                 if is_main:

@@ -3,17 +3,16 @@
 in_float8.py FOLDER STEP_TO_DIE_AFTER
 """
 
-import hashlib
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from toys import KillsLastRank, ResidualBlock, digest_of
 
-from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.checkpoint.reader import load
 
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -22,32 +21,11 @@ NEWEST = f"step-{STEPS:08d}"
 DATA = [(torch.randn(16, generator=torch.Generator().manual_seed(n)), torch.tensor(n % 5)) for n in range(25)]
 
 
-class Block(nn.Module):
-    """Two layers, of which the first is large enough for fp8_layers="auto"."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 1040), nn.Linear(1040, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return out
-
-
-class Dies(Callback):
-    """Rank 1, by SIGKILL."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_step(self, trainer: Any) -> None:
-        if trainer.step == self.after and trainer.world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def trainer_for(folder: Path, parallel: str, dies_after: int, **settings: Any) -> Trainer:
+def float8_trainer(folder: Path, parallel: str, dies_after: int, **settings: Any) -> Trainer:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(16, 5))
+    # The first layer of a block is large enough for fp8_layers="auto".
+    blocks = [ResidualBlock(16, 1040, nn.LayerNorm, nn.functional.gelu) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(16, 5))
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.01)
@@ -66,13 +44,13 @@ def trainer_for(folder: Path, parallel: str, dies_after: int, **settings: Any) -
             checkpoint={"dir": folder, "every_steps": 2},
             **settings,
         ),
-        callbacks=[Dies(dies_after)],
+        callbacks=[KillsLastRank(dies_after)],
     )
 
 
 def main(folder: Path, after: int) -> None:
     for number, parallel in enumerate(("ddp", "fsdp")):
-        trainer = trainer_for(
+        trainer = float8_trainer(
             folder / parallel, parallel, after if number == ATTEMPT else 0, max_steps=STEPS, precision="fp8"
         )
         trainer.fit(DATA)
@@ -80,11 +58,10 @@ def main(folder: Path, after: int) -> None:
         if trainer.world.is_main:
             converted = [name for name, each in trainer.model.named_modules() if "Float8" in type(each).__name__]
             state = load(folder / parallel / NEWEST)["model"]
-            digest = hashlib.sha256(torch.cat([each.flatten() for each in state.values()]).numpy()).hexdigest()
-            print("ended", parallel, digest, *converted, *state, flush=True)
+            print("ended", parallel, digest_of(state.values()), *converted, *state, flush=True)
             print("loss", parallel, loss, flush=True)
     # The checkpoint of fsdp with fp8, in a model without.
-    trainer = trainer_for(folder / "fsdp", "ddp", 0, max_steps=MORE, precision="bf16")
+    trainer = float8_trainer(folder / "fsdp", "ddp", 0, max_steps=MORE, precision="bf16")
     own = trainer.model.state_dict()
     same = all(torch.equal(own[name], each) for name, each in load(folder / "fsdp" / NEWEST)["model"].items())
     loss = trainer.evaluate(DATA)["loss"]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from toys import momentum_sgd, small_network
 
 from ddp_kit import Loss, Trainer, TrainerConfig
 
@@ -67,25 +68,20 @@ def weighted_loss(model: nn.Module, batch: Any) -> Loss:
     return Loss(((model(x).squeeze(1) - y) ** 2).sum(), weight=len(y))
 
 
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-
 def trainer_of(loss_fn: Any, **settings: Any) -> Trainer:
     config = TrainerConfig(**{"global_batch_size": GLOBAL_BATCH, "epochs": 2, "log_every_steps": 1, **settings})
     return Trainer(
-        network(),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        small_network(),
+        momentum_sgd,
         loss_fn,
         config,
         metrics={"error": lambda output, batch: (output.squeeze(1) - inputs_of(batch)[1]).abs().mean()},
     )
 
 
-def by_hand(steps: list[range], kept: Tensor) -> tuple[nn.Module, list[float]]:
-    model, losses = network(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def model_and_losses_by_hand(steps: list[range], kept: Tensor) -> tuple[nn.Module, list[float]]:
+    model, losses = small_network(), []
+    optimizer = momentum_sgd(model.parameters())
     for step in steps:
         chosen = [index for index in step if kept[index]]
         loss = mean_loss(model, (X[chosen], Y[chosen]))
@@ -103,7 +99,7 @@ def apart(ours: Any, theirs: Any) -> float:
 
 def trained_apart(trainer: Trainer, data: Any, steps: list[range], kept: Tensor) -> float:
     result = trainer.fit(data)
-    model, losses = by_hand(steps, kept)
+    model, losses = model_and_losses_by_hand(steps, kept)
     after = trainer.evaluate(data)["loss"]
     with torch.no_grad():
         expected = mean_loss(model, (X[kept], Y[kept]))
@@ -113,8 +109,8 @@ def trained_apart(trainer: Trainer, data: Any, steps: list[range], kept: Tensor)
 def evaluated_apart(trainer: Trainer, data: Any, kept: Tensor) -> float:
     found, predicted = trainer.evaluate(data), trainer.predict(data, lambda model, batch: model(inputs_of(batch)[0]))
     with torch.no_grad():
-        output = network()(X[kept])
-        loss, error = mean_loss(network(), (X[kept], Y[kept])), (output.squeeze(1) - Y[kept]).abs().mean()
+        output = small_network()(X[kept])
+        loss, error = mean_loss(small_network(), (X[kept], Y[kept])), (output.squeeze(1) - Y[kept]).abs().mean()
     return max(apart(found["loss"], loss), apart(found["error"], error), apart(predicted, output))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
+from toys import flat, momentum_sgd, small_network
 
 from ddp_kit import DataConfig, Loss, Trainer, TrainerConfig
 
@@ -30,12 +31,7 @@ class Case:
         return None if self.bad_sample is None else self.bad_sample // BATCH
 
 
-def network(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
-
-
-def data_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def tensors_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(BATCH * STEPS, 3, generator=generator, dtype=dtype)
     factor = torch.full((len(x),), 0.05, dtype=dtype)  # fp16 overflows at 1, for its scale begins at 65,536
@@ -48,11 +44,11 @@ def losses_of(model: nn.Module, x: Tensor, factor: Tensor) -> Tensor:
     return (model(x).squeeze(1).to(x.dtype) - x.sum(dim=1)) ** 2 * factor
 
 
-def by_hand(case: Case, dtype: torch.dtype) -> tuple[Tensor, int]:
+def weights_by_hand(case: Case, dtype: torch.dtype) -> tuple[Tensor, int]:
     """The weights, and the learning rate's ticks."""
-    model = network(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, factor, weights = data_of(case, dtype)
+    model = small_network(dtype)
+    optimizer = momentum_sgd(model.parameters())
+    x, factor, weights = tensors_of(case, dtype)
     good = [step for step in range(STEPS) if step != case.bad_step]
     for tick, step in enumerate(good):
         chosen = slice(step * BATCH, (step + 1) * BATCH)
@@ -63,7 +59,7 @@ def by_hand(case: Case, dtype: torch.dtype) -> tuple[Tensor, int]:
             nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
         optimizer.param_groups[0]["lr"] = 0.1 * DECAY**tick
         optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), len(good)
+    return flat(model.parameters()), len(good)
 
 
 def loss_of(case: Case) -> Any:
@@ -75,7 +71,7 @@ def loss_of(case: Case) -> Any:
     return loss_fn
 
 
-def apart(case: Case) -> float:
+def case_difference(case: Case) -> float:
     dtype = torch.float32 if case.half else torch.float64
     config = TrainerConfig(
         global_batch_size=BATCH,
@@ -87,20 +83,20 @@ def apart(case: Case) -> float:
         data=DataConfig(shuffle=False),
     )
     trainer = Trainer(
-        network(dtype),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        small_network(dtype),
+        momentum_sgd,
         loss_of(case),
         config,
         scheduler=lambda optimizer: ExponentialLR(optimizer, DECAY),
     )
-    result = trainer.fit(TensorDataset(*data_of(case, dtype)))
-    expected, ticks = by_hand(case, dtype)
+    result = trainer.fit(TensorDataset(*tensors_of(case, dtype)))
+    expected, ticks = weights_by_hand(case, dtype)
     assert trainer.scheduler is not None
     assert (result.steps, result.skipped, trainer.scheduler.last_epoch) == (STEPS, STEPS - ticks, ticks), case
     if not case.half:
         rows = [row.loss == row.loss for row in result.history]
         assert rows == [step != case.bad_step for step in range(STEPS)], "a step that was left out has no loss"
-    found = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    found = flat(trainer.model.parameters())
     return (found - expected).abs().max().item()
 
 
@@ -111,7 +107,7 @@ if __name__ == "__main__":
     for weighted, accumulation, clip, bad in product((False, True), (1, 2), (None, 0.01), samples):
         case = Case("fp32", weighted, accumulation, clip, bad)
         for one in (case, replace(case, precision="fp16", half=True)):
-            largest[one.precision] = max(largest[one.precision], apart(one))
+            largest[one.precision] = max(largest[one.precision], case_difference(one))
     sys.stdout.write(f"{largest['fp32']:.1e} {largest['fp16']:.1e}\n")
     assert largest["fp32"] < 1e-12
     assert largest["fp16"] < 2e-4  # an update clipped to 0.01, at a rate of 0.1, is five times that

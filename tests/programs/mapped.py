@@ -19,7 +19,7 @@ from ddp_kit.env import is_restarted
 resumes, dies_after, device_map = sys.argv[1] == "resumes", int(sys.argv[2]), json.loads(sys.argv[3])
 
 
-class Block(nn.Module):
+class ScaledBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
@@ -28,11 +28,11 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x))) * scale
 
 
-class Network(nn.Module):
+class MappedNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(4, 6)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.blocks = nn.ModuleList([ScaledBlock() for _ in range(4)])
         self.drop = nn.Dropout(0.1 if resumes else 0.0)  # random numbers are each rank's own
         self.head = nn.Linear(6, 4)
         self.scale = nn.Parameter(torch.ones(6))
@@ -57,7 +57,7 @@ x = torch.randn(23, 4, dtype=torch.float64)
 data = TensorDataset(x, x.flip(1), torch.rand(23, dtype=torch.float64))
 checkpoint = {"dir": "run", "every_steps": 3} if resumes else {}
 trainer = Trainer(
-    Network().double(),
+    MappedNetwork().double(),
     lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
     loss_fn,
     # The last step of an epoch has 1 sample: at 2 ranks one has none.

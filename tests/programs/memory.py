@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toys import flat
 
 from ddp_kit import Loss, Trainer, TrainerConfig
 
@@ -41,7 +42,7 @@ def strikes(case: dict[str, Any], where: str, samples: int) -> bool:
     return case["trainer"].step + 1 >= case["step"]
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
+def train_short_of_memory(case: dict[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(90, 3, generator=generator, dtype=torch.float64)
     torch.manual_seed(1)
@@ -92,7 +93,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     case["trainer"] = trainer
     result = trainer.fit(TensorDataset(x, x.sum(1, keepdim=True)))
     return {
-        "weights": torch.cat([parameter.flatten() for parameter in trainer.model.parameters()]).tolist(),
+        "weights": flat(trainer.model.parameters()).tolist(),
         "losses": [row.loss for row in result.history],
         "samples": result.samples,
         "micro_batch": trainer.batch_plan.micro_batch,
@@ -101,6 +102,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    results = [run(case) for case in cases]
+    results = [train_short_of_memory(case) for case in cases]
     if results[0]["main"]:
         print(json.dumps(results))

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from ddp_kit import DdpKitError, Trainer, TrainerConfig
 
 
-def model(width: int = 4, **more: nn.Module) -> nn.Sequential:
+def model_of_width(width: int = 4, **more: nn.Module) -> nn.Sequential:
     layers = {"up": nn.Linear(2, width), "act": nn.ReLU(), "down": nn.Linear(width, 1)}
     return nn.Sequential(OrderedDict({**layers, **more}))
 
@@ -31,7 +31,7 @@ class WithSpare(nn.Module):
         return out
 
 
-class Scaled(nn.Module):
+class ScaledByParameter(nn.Module):
     """Has a parameter without a dimension."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["shard"])
 
 
-class Stream(IterableDataset[Tensor]):
+class RankStream(IterableDataset[Tensor]):
     """Divided by the rank of the process."""
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -95,7 +95,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters)
 
 
-def tried(
+def try_training(
     name: str,
     model: nn.Module,
     parallel: Any,
@@ -115,28 +115,28 @@ def tried(
 
 
 def main() -> None:
-    given = model()
-    tried("optimizer", given, "fsdp", torch.optim.Adam(given.parameters()))
-    tried("sizes", model(), {"shard": 3})
-    tried("scalar", Scaled(), "fsdp")
-    tried("tied", Tied(), {"strategy": "fsdp", "fsdp_units": ["one"]})
-    tried("width", model(3), {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}})
-    tried("pattern", model(), {"tensor": 2, "tensor_plan": {"upp": "column"}})
-    tried("plan", model(), {"tensor": 2})
-    tried("kind", model(), {"tensor": 2, "tensor_plan": {"act": "column"}})
-    tried("tied layers", Tied(), {"tensor": 2, "tensor_plan": {"one": "column"}})
-    tried("outside", model(), {"strategy": "fsdp", "fsdp_units": ["up"]}, loss_fn=with_penalty)
-    tried("unused", WithSpare(), "fsdp")
+    given = model_of_width()
+    try_training("optimizer", given, "fsdp", torch.optim.Adam(given.parameters()))
+    try_training("sizes", model_of_width(), {"shard": 3})
+    try_training("scalar", ScaledByParameter(), "fsdp")
+    try_training("tied", Tied(), {"strategy": "fsdp", "fsdp_units": ["one"]})
+    try_training("width", model_of_width(3), {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}})
+    try_training("pattern", model_of_width(), {"tensor": 2, "tensor_plan": {"upp": "column"}})
+    try_training("plan", model_of_width(), {"tensor": 2})
+    try_training("kind", model_of_width(), {"tensor": 2, "tensor_plan": {"act": "column"}})
+    try_training("tied layers", Tied(), {"tensor": 2, "tensor_plan": {"one": "column"}})
+    try_training("outside", model_of_width(), {"strategy": "fsdp", "fsdp_units": ["up"]}, loss_fn=with_penalty)
+    try_training("unused", WithSpare(), "fsdp")
     plan = {"tensor": 2, "tensor_plan": {"up": "column", "down": "row"}}
-    tried("streams", model(), plan, data=Stream())
-    tried("elementwise", model(), "zero1", torch.optim.Adafactor)
+    try_training("streams", model_of_width(), plan, data=RankStream())
+    try_training("elementwise", model_of_width(), "zero1", torch.optim.Adafactor)
     for strategy in ("zero1", "fsdp"):
-        tried(f"sparse {strategy}", model(words=nn.Embedding(3, 2, sparse=True)), strategy)
-    tried("dtypes", model(head=nn.Linear(1, 1).double()), "fsdp")
+        try_training(f"sparse {strategy}", model_of_width(words=nn.Embedding(3, 2, sparse=True)), strategy)
+    try_training("dtypes", model_of_width(head=nn.Linear(1, 1).double()), "fsdp")
     blocks = nn.Sequential(MixedBlock(), MixedBlock())
-    tried("mixed blocks", copy.deepcopy(blocks), "fsdp")
-    tried("mixed blocks by hand", copy.deepcopy(blocks), "fsdp", parallelize=shard_blocks)
-    tried("mixed blocks in units", blocks, {"strategy": "fsdp", "fsdp_units": ["*", "*.norm"]})
+    try_training("mixed blocks", copy.deepcopy(blocks), "fsdp")
+    try_training("mixed blocks by hand", copy.deepcopy(blocks), "fsdp", parallelize=shard_blocks)
+    try_training("mixed blocks in units", blocks, {"strategy": "fsdp", "fsdp_units": ["*", "*.norm"]})
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class Clipped(nn.Linear):
         return super().forward(x)
 
 
-class Rows(nn.Embedding):
+class EmbeddingOfFloats(nn.Embedding):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.long())
 
@@ -769,7 +769,7 @@ SEVERAL = (
     ),
     at_two(
         "nn.Embedding(max_norm=1.0)",
-        lambda: fit(model=Rows(8, 1, max_norm=1.0)),
+        lambda: fit(model=EmbeddingOfFloats(8, 1, max_norm=1.0)),
         "embeddings with max_norm are not supported with several ranks: the model. Their forward pass "
         "limits the norms of the rows that it uses, and other ranks use other rows",
         hint="leave out max_norm, and limit the norms of all rows in on_step of a Callback; or of the rows "

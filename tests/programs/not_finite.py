@@ -30,7 +30,7 @@ class Limit(nn.Module):
         return torch.where(x.abs() > LARGE / 1e3, x * 1e30, x) if not self.broken else x.sign() * 3e38 * 10
 
 
-class Block(nn.Module):
+class LimitedBlock(nn.Module):
     def __init__(self, limited: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -43,17 +43,17 @@ class Block(nn.Module):
         return self.limit(x) if hasattr(self, "limit") else x
 
 
-class Network(nn.Module):
+class LimitedNetwork(nn.Module):
     def __init__(self, limited: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(number == limited) for number in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(LimitedBlock(number == limited) for number in range(BLOCKS)))
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(x))
 
 
-def check(draw: random.Random, ranks: int, rank: int, number: int) -> None:
+def check_case(draw: random.Random, ranks: int, rank: int, number: int) -> None:
     strategy = draw.choice(["ddp", "zero1", "fsdp"][: 1 if ranks == 1 else 3])
     fault, bad, layer = draw.choice(["nan", "large", "layer"]), draw.randrange(SAMPLES), draw.randrange(BLOCKS)
     broken_at, broken_on = draw.randrange(1, 9), draw.randrange(ranks)
@@ -82,7 +82,7 @@ def check(draw: random.Random, ranks: int, rank: int, number: int) -> None:
         return {"inputs": inputs, "targets": targets, "indices": indices}
 
     trainer = Trainer(
-        Network(layer),
+        LimitedNetwork(layer),
         lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         loss_fn,
         TrainerConfig(
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     world_size, own = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     cases, seed = map(int, sys.argv[1:])
     for case_number in range(cases):
-        check(random.Random(f"{seed} {world_size} {case_number}"), world_size, own, case_number)
+        check_case(random.Random(f"{seed} {world_size} {case_number}"), world_size, own, case_number)
     if world_size > 1:
         check_pass_with_a_collective(own, world_size)
     os.write(1, f"{cases} cases named on rank {own}\n".encode())

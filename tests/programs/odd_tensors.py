@@ -38,7 +38,7 @@ class WithoutValues(nn.Module):
         return self.layer(x) + self.rows.sum() + self.columns.sum()
 
 
-def trained(folder: Path, steps: int, kind: type[nn.Module], parallel: Any) -> Trainer:
+def train_to_step(folder: Path, steps: int, kind: type[nn.Module], parallel: Any) -> Trainer:
     torch.manual_seed(0)
     config = TrainerConfig(
         max_steps=steps, global_batch_size=8, parallel=parallel, checkpoint={"dir": folder, "save": "blocking"}
@@ -59,15 +59,15 @@ for name, parallel in {
     "fsdp": "fsdp",
     "pipeline": {"pipeline": 2, "pipeline_stages": ["layers.1"]},
 }.items():
-    trained(folder / name, 2, Expanded, parallel)
+    train_to_step(folder / name, 2, Expanded, parallel)
     for steps in (3, 4):
-        model: Any = trained(folder / name, steps, Expanded, parallel).model
+        model: Any = train_to_step(folder / name, steps, Expanded, parallel).model
     print(f"{name} expanded: {model.extra.tolist()} {model.extra.stride() == (0,)}", flush=True)
     if name == "pipeline":
         continue
     try:
         for steps in (2, 4):
-            ended = trained(folder / f"{name} without", steps, WithoutValues, parallel).step
+            ended = train_to_step(folder / f"{name} without", steps, WithoutValues, parallel).step
     except ConfigError as error:
         ended = error.message
     print(f"{name} without values: {ended}", flush=True)

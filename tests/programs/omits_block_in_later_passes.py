@@ -10,6 +10,7 @@ import sys
 import torch
 from say import say
 from torch import nn
+from toys import sgd
 
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.parallel import fsdp
@@ -18,7 +19,7 @@ fsdp.whole_gradients_fit = lambda gradients, memory: False
 parallel, case = json.loads(sys.argv[1]), sys.argv[2]
 
 
-class Block(nn.Module):
+class TanhBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(4, 4)
@@ -27,10 +28,10 @@ class Block(nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
-class Net(nn.Module):
+class OmitsBlock(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(TanhBlock() for _ in range(3))
         self.calls = 0
 
     def forward(self, x):
@@ -43,10 +44,6 @@ class Net(nn.Module):
         return x
 
 
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 torch.manual_seed(0)
 x = torch.randn(48, 4, dtype=torch.float64)
 config = TrainerConfig(
@@ -57,7 +54,7 @@ config = TrainerConfig(
     data={"shuffle": False},
     parallel=parallel,
 )
-trainer = Trainer(Net().double(), optimizer, lambda model, x: model(x).square().mean(), config)
+trainer = Trainer(OmitsBlock().double(), sgd, lambda model, x: model(x).square().mean(), config)
 history = trainer.fit(x).history
 if trainer.world.is_main:
     say(*(f"{value:.12f}" for row in history for value in (row.loss, row.grad_norm)))

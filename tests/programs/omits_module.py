@@ -21,7 +21,7 @@ rank = int(os.environ["RANK"])
 omitted = {"each": 1 + rank, "one": 2 if rank else None, "all": 1}[who]
 
 
-class Net(nn.Module):
+class OmitsModule(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))
@@ -44,7 +44,7 @@ torch.manual_seed(0)
 parallel = {"strategy": strategy} | ({"bucket_mb": 1e-5} if strategy == "ddp" else {})
 config = TrainerConfig(global_batch_size=8, accumulation_steps=2, max_steps=2, parallel=parallel)
 trainer = Trainer(
-    Net(),
+    OmitsModule(),
     lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     lambda model, x: model(x),
     config,

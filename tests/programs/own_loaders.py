@@ -71,7 +71,7 @@ class OwnIndices(DataLoader[Any]):
         return [[0, 3], [5], [7, 1, 2]]
 
 
-class Numbers(IterableDataset[Any]):
+class StreamOfX(IterableDataset[Any]):
     def __iter__(self) -> Iterator[list[Tensor]]:
         return iter([[x] for x in X])
 
@@ -96,7 +96,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "last batch dropped": of(Scaled, batch_size=5, drop_last=True),
     "own batch sampler": lambda: Scaled(TensorDataset(X), batch_sampler=[[0, 3], [5], [7, 1, 2]]),
     "own collate function": of(Scaled, collate_fn=lambda samples: [torch.stack([x for (x,) in samples]) * 2]),
-    "over a stream": lambda: Scaled(Numbers(), batch_size=4),
+    "over a stream": lambda: Scaled(StreamOfX(), batch_size=4),
     "samples that are batches": lambda: Scaled(TensorDataset(X[:, None]), batch_size=None),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
+from toys import momentum_sgd, small_network
 
 from ddp_kit import Trainer, TrainerConfig, scheduler_steps
 
@@ -33,7 +34,7 @@ class Order(Sampler[int]):
         return iter(torch.randint(20, (17,), generator=generator).tolist())
 
 
-class Batches(Sampler[list[int]]):
+class UnevenBatches(Sampler[list[int]]):
     """Batches of 1 to 7 samples: fewer than there are ranks, too."""
 
     def __init__(self, order: Order) -> None:
@@ -47,18 +48,13 @@ class Batches(Sampler[list[int]]):
         return (indices[start:end] for start, end in ((0, 1), (1, 6), (6, 13), (13, 15), (15, 17)))
 
 
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     return ((model(batch[0]).squeeze(1) - batch[1]) ** 2).mean()
 
 
-def by_hand(loader: DataLoader[Any], order: Order) -> list[Tensor]:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def parameters_by_hand(loader: DataLoader[Any], order: Order) -> list[Tensor]:
+    model = small_network()
+    optimizer = momentum_sgd(model.parameters())
     for epoch in range(2):
         order.set_epoch(epoch)
         for batch in loader:
@@ -68,10 +64,10 @@ def by_hand(loader: DataLoader[Any], order: Order) -> list[Tensor]:
     return [*model.parameters()]
 
 
-def apart(steps: int, expected: list[Tensor], **settings: Any) -> float:
+def largest_difference(steps: int, expected: list[Tensor], **settings: Any) -> float:
     config = TrainerConfig(epochs=2, **settings)
     assert scheduler_steps(config, DATA) == 2 * steps
-    trainer = Trainer(network(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), loss_fn, config)
+    trainer = Trainer(small_network(), momentum_sgd, loss_fn, config)
     assert trainer.fit(DATA).steps == 2 * steps
     weights = trainer.model.parameters()
     return max((one - other).abs().max().item() for one, other in zip(weights, expected, strict=True))
@@ -79,13 +75,17 @@ def apart(steps: int, expected: list[Tensor], **settings: Any) -> float:
 
 if __name__ == "__main__":
     order = Order()
-    expected = by_hand(DataLoader(DATA, batch_size=6, sampler=order), order)
+    expected = parameters_by_hand(DataLoader(DATA, batch_size=6, sampler=order), order)
     largest = max(
-        apart(3, expected, global_batch_size=6, data={"sampler": Order()}),
-        apart(3, expected, global_batch_size=6, accumulation_steps=2, data={"sampler": Order(), "num_workers": 1}),
+        largest_difference(3, expected, global_batch_size=6, data={"sampler": Order()}),
+        largest_difference(
+            3, expected, global_batch_size=6, accumulation_steps=2, data={"sampler": Order(), "num_workers": 1}
+        ),
     )
-    expected = by_hand(DataLoader(DATA, batch_sampler=Batches(order)), order)
+    expected = parameters_by_hand(DataLoader(DATA, batch_sampler=UnevenBatches(order)), order)
     for settings in ({}, {"micro_batch_size": 2}, {"accumulation_steps": 2}):
-        largest = max(largest, apart(5, expected, data={"batch_sampler": Batches(Order())}, **settings))
+        largest = max(
+            largest, largest_difference(5, expected, data={"batch_sampler": UnevenBatches(Order())}, **settings)
+        )
     assert largest < 1e-12, largest
     sys.stdout.write(f"{largest:.1e}\n")

@@ -28,7 +28,7 @@ def is_bias(parameter: torch.Tensor) -> bool:
     return parameter.ndim == 1
 
 
-class Own(torch.optim.AdamW):
+class CountingAdamW(torch.optim.AdamW):
     """Counts its steps, in entries of every plain kind, and in a state that belongs to no parameter."""
 
     done = 0
@@ -54,14 +54,14 @@ class Own(torch.optim.AdamW):
         super().load_state_dict(state)
 
 
-class Differs(Own):
+class Differs(CountingAdamW):
     """Has an entry of its own that is another one on each rank."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rank": torch.tensor(torch.distributed.get_rank())}
 
 
-def trained(folder: Path, steps: int, placement: str, kind: Any = Own) -> Trainer:
+def train_at(folder: Path, steps: int, placement: str, kind: Any = CountingAdamW) -> Trainer:
     torch.manual_seed(0)
     config = TrainerConfig(
         max_steps=steps,
@@ -97,13 +97,13 @@ def trained(folder: Path, steps: int, placement: str, kind: Any = Own) -> Traine
 
 folder = Path(sys.argv[1])
 for placement in PLACEMENTS:
-    trained(folder, 2, placement)
-    optimizer: Any = trained(folder, 5, placement).optimizer
+    train_at(folder, 2, placement)
+    optimizer: Any = train_at(folder, 5, placement).optimizer
     for each in getattr(optimizer, "optimizers", {"": optimizer}).values():
         kept = all(group["filter"] is is_bias for group in each.param_groups)
         print(f"{placement}: {each.done} {each.state['counters']} {kept}", flush=True)
 for placement in ("ddp", "fsdp"):
     try:
-        trained(folder / "differs", 2, placement, Differs)
+        train_at(folder / "differs", 2, placement, Differs)
     except CheckpointError as error:
         print(f"differs: {error.message}", flush=True)

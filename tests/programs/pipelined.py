@@ -24,7 +24,7 @@ from ddp_kit.checkpoint.weight_files import TensorFiles
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     def __init__(self, tuples: bool) -> None:
         super().__init__()
         self.mix, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
         torch.manual_seed(1)
         self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
         self.tone = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(tuples) for _ in range(5))
+        self.blocks = nn.ModuleList(AttentionBlock(tuples) for _ in range(5))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("calls", torch.zeros(()))
         self.checkpointed, self.dropout = checkpointed, dropout
@@ -77,16 +77,16 @@ def losses(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
 
 
-def plain(model: nn.Module, batch: Any) -> Tensor:
+def mean_over_tokens(model: nn.Module, batch: Any) -> Tensor:
     return losses(model, batch).mean()
 
 
-def weighted(model: nn.Module, batch: Any) -> Loss:
+def weighted_by_token(model: nn.Module, batch: Any) -> Loss:
     weights = batch[2].flatten()
     return Loss((losses(model, batch) * weights).sum(), weight=weights.sum())
 
 
-def data_of(samples: int) -> TensorDataset:
+def random_tokens(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
     targets = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
@@ -98,7 +98,7 @@ def accuracy(output: Tensor, batch: Any) -> Tensor:
     return (output.argmax(-1) == batch[1]).double().mean()
 
 
-def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
+def trainer_for_case(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
     model = Transformer(**case.get("model", {}))
     for name in case.get("frozen", ()):
         model.get_submodule(name).requires_grad_(False)
@@ -109,7 +109,7 @@ def made(case: dict[str, Any], parallel: Any, checkpoint: Any) -> Trainer:
     return Trainer(
         model,
         make,
-        weighted if case.get("weighted") else plain,
+        weighted_by_token if case.get("weighted") else mean_over_tokens,
         TrainerConfig(
             epochs=case.get("epochs", 2),
             max_steps=case.get("max_steps"),
@@ -143,12 +143,12 @@ def held_bytes(parameters: Iterable[Any]) -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
 
 
-def run(case: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def pipeline_results(case: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     read = count_bytes_read(monkeypatch)
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     checkpoint = {"dir": folder, "keep_last": 9, "resume": case.get("resume", "auto"), "every_steps": case.get("every")}
-    trainer = made(case, {} if alone else case["parallel"], checkpoint)
-    data = data_of(case["samples"])
+    trainer = trainer_for_case(case, {} if alone else case["parallel"], checkpoint)
+    data = random_tokens(case["samples"])
     result = trainer.fit(data, data)
     predicted = trainer.predict(data, lambda model, batch: model(batch[0]))
     newest = checkpoints(folder)[0]
@@ -174,6 +174,6 @@ if __name__ == "__main__":
         with pytest.MonkeyPatch.context() as monkeypatch:
             if case.get("little_memory"):  # FSDP then gathers and reduces in each pass
                 monkeypatch.setattr("ddp_kit.parallel.fsdp.whole_gradients_fit", lambda *_: False)
-            results.append(run(case, folder / case["name"], monkeypatch))
+            results.append(pipeline_results(case, folder / case["name"], monkeypatch))
     # In a file: the launcher prints a line of more than 256 KiB in parts, and another rank's may come between.
     (folder / f"results-{results[0]['rank']}.json").write_text(json.dumps(results))

@@ -13,7 +13,7 @@ from ddp_kit import Callback, Gradients, Trainer, TrainerConfig
 from ddp_kit.memory import choose
 
 
-class Block(nn.Module):
+class PlannedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(7, 26), nn.Tanh(), nn.Linear(26, 7))
@@ -23,14 +23,14 @@ class Block(nn.Module):
         return found
 
 
-def network() -> nn.Module:
+def partly_frozen_network() -> nn.Module:
     """No dimension divides by 3 or 4, and 26 alone by 2; a part is frozen."""
-    model = nn.Sequential(nn.Linear(5, 7), *(Block() for _ in range(9)), nn.Linear(7, 1))
+    model = nn.Sequential(nn.Linear(5, 7), *(PlannedBlock() for _ in range(9)), nn.Linear(7, 1))
     model[0].requires_grad_(requires_grad=False)
     return model
 
 
-def squares(model: nn.Module, batch: Any) -> Tensor:
+def squared_error(model: nn.Module, batch: Any) -> Tensor:
     return (model(batch[0]) - batch[1]).square().mean()
 
 
@@ -44,11 +44,11 @@ class GradientBytes(Callback):
         self.found = held(tensors)
 
 
-def made(parallel: str, *callbacks: Callback) -> tuple[Trainer, TensorDataset]:
+def trainer_and_data(parallel: str, *callbacks: Callback) -> tuple[Trainer, TensorDataset]:
     torch.manual_seed(0)
     config = TrainerConfig(max_steps=2, global_batch_size=12, parallel=json.loads(parallel))
     trained = lambda parameters: torch.optim.AdamW([each for each in parameters if each.requires_grad])  # noqa: E731
-    trainer = Trainer(network(), trained, squares, config, callbacks=callbacks)
+    trainer = Trainer(partly_frozen_network(), trained, squared_error, config, callbacks=callbacks)
     return trainer, TensorDataset(torch.randn(24, 5), torch.randn(24, 1))
 
 
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 2:  # bytes of each rank's memory, for "auto"
         choose.device_memory = lambda _device: int(sys.argv[2])  # type: ignore[assignment]
     gradients = GradientBytes()
-    trainer, data = made(sys.argv[1], gradients)
+    trainer, data = trainer_and_data(sys.argv[1], gradients)
     strategy = trainer._run.strategy
     trainer.fit(data)
     local = strategy.local_parameters()

@@ -26,7 +26,7 @@ from ddp_kit import Callback, Trainer, TrainerConfig, World
 STEPS = 60
 
 
-class Noisy(Dataset[tuple[Tensor, Tensor]]):
+class ShiftedSamples(Dataset[tuple[Tensor, Tensor]]):
     """Augmented at random."""
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Disturbs(Callback):
             os.kill(launcher[0] if self.who in ("launcher", "evaluation") else os.getpid(), signal.Signals[self.name])
 
 
-class Evaluated(Noisy):
+class Evaluated(ShiftedSamples):
     """Takes its time once the signal is sent."""
 
     def __init__(self, disturbs: Disturbs, world: World) -> None:
@@ -105,7 +105,7 @@ def main(folder: str, who: str, name: str, settings: str) -> None:
         return F.mse_loss(model(batch[0]), batch[1])
 
     trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(**config), callbacks=[disturbs])
-    result = trainer.fit(Noisy(), Evaluated(disturbs, trainer.world) if "eval_every_steps" in config else None)
+    result = trainer.fit(ShiftedSamples(), Evaluated(disturbs, trainer.world) if "eval_every_steps" in config else None)
     if trainer.world.is_main:
         bits = [value.flatten() for value in model.state_dict().values()]
         print("ended", result.steps, result.samples, torch.cat(bits).numpy().tobytes().hex())

@@ -24,7 +24,7 @@ STEPS, KILLED_AFTER = 7, 5
 made: list[ddp_kit.Trainer] = []
 
 
-class Dies(ddp_kit.Callback):
+class KillsLastRankOnce(ddp_kit.Callback):
     """The last rank, by SIGKILL, once in each recipe."""
 
     def __init__(self, mark: Path) -> None:
@@ -52,7 +52,7 @@ def main(folder: Path, kills: bool, *names: str) -> None:
     torch.set_default_dtype(torch.float64)  # so that rounding does not hide what is not exact
     ddp_kit.Trainer = Watched  # type: ignore[misc]
     for name in [name for name in names if not (folder / f"{name}.pt").exists()]:
-        Watched.callbacks = (Dies(folder / f"{name}.killed"),) if kills else ()
+        Watched.callbacks = (KillsLastRankOnce(folder / f"{name}.killed"),) if kills else ()
         checkpoint = (f"checkpoint.dir={folder / name}", "checkpoint.every_steps=2")
         sys.argv = [name, f"max_steps={STEPS}", "log_every_steps=2", *checkpoint]
         printed = io.StringIO()

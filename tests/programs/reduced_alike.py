@@ -14,7 +14,7 @@ STEPS = 5
 SMALL = {"bucket_mb": 0.0001}
 
 
-class Net(nn.Module):
+class BucketsNetwork(nn.Module):
     """Several buckets' worth of parameters; `rotates`: one of them is complex."""
 
     def __init__(self, rotates: bool) -> None:
@@ -53,7 +53,7 @@ class Notes(Callback):
         self.rank, self.seen = state["rank"], state["seen"]
 
 
-def trained(folder: Path | None, steps: int, rotates: bool, settings: dict[str, Any]) -> list[Tensor]:
+def weights_and_samples(folder: Path | None, steps: int, rotates: bool, settings: dict[str, Any]) -> list[Tensor]:
     data = TensorDataset(torch.randn(96, 3, generator=torch.Generator().manual_seed(0)))
     notes = Notes()
 
@@ -63,7 +63,7 @@ def trained(folder: Path | None, steps: int, rotates: bool, settings: dict[str, 
         return found
 
     trainer = Trainer(
-        Net(rotates),
+        BucketsNetwork(rotates),
         lambda parameters: torch.optim.Adam(parameters, lr=0.05),
         loss,
         TrainerConfig(global_batch_size=12, max_steps=steps, checkpoint={"dir": folder}, **settings),
@@ -81,11 +81,11 @@ def main(root: Path) -> None:
         "complex": (True, {"parallel": SMALL}),
     }
     for name, (rotates, settings) in kinds.items():
-        whole = trained(None, STEPS, rotates, settings)
+        whole = weights_and_samples(None, STEPS, rotates, settings)
         for left_at in (1, 2, 3):
             folder = root / f"{name}-{left_at}"
-            trained(folder, left_at, rotates, settings)
-            resumed = trained(folder, STEPS, rotates, settings)
+            weights_and_samples(folder, left_at, rotates, settings)
+            resumed = weights_and_samples(folder, STEPS, rotates, settings)
             same = all(map(torch.equal, whole, resumed))
             print(f"{name} left after {left_at}: {'same' if same else 'other'}", flush=True)
 

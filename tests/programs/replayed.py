@@ -25,7 +25,7 @@ MACHINE = replay._machine
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-class Block(nn.Module):
+class DropoutBlock(nn.Module):
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear, self.norm, self.dropout = linear, nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
@@ -34,15 +34,15 @@ class Block(nn.Module):
         return x + self.dropout(F.gelu(self.norm(self.linear(x))))
 
 
-def network() -> nn.Sequential:
+def network_with_dropout() -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [Block(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    blocks = [DropoutBlock(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
     return nn.Sequential(
         nn.Embedding(50, WIDTH), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 2)
     )
 
 
-def samples() -> list[Any]:
+def random_tokens() -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     return [
         (torch.randint(50, (4,), generator=generator), torch.randint(2, (), generator=generator))
@@ -55,7 +55,11 @@ class Momentum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.online, self.slow, self.teachers = network(), network().requires_grad_(False), [nn.Linear(2, 2)]
+        self.online, self.slow, self.teachers = (
+            network_with_dropout(),
+            network_with_dropout().requires_grad_(False),
+            [nn.Linear(2, 2)],
+        )
         self.table, self.calls, self.sizes = torch.ones(2), 0, deque([1.0], maxlen=3)
         self.generator, self.random = torch.Generator().manual_seed(0), random.Random(0)
 
@@ -118,7 +122,7 @@ def check_fault(draw: random.Random, number: int) -> None:
     )
     # Ranks on different machines allow for rounding.
     replay._machine = (lambda world: str(world.rank)) if draw.random() < 0.5 else MACHINE
-    model = network()
+    model = network_with_dropout()
     trainer: Trainer
 
     def loss(model: Any, batch: Any) -> Tensor | Loss:
@@ -147,7 +151,7 @@ def check_fault(draw: random.Random, number: int) -> None:
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     weights[layer].register_hook(spoil)
     try:
-        trainer.fit(samples())
+        trainer.fit(random_tokens())
     except FaultyRankError as error:
         if RANKS == 2 and not once:  # nobody can tell which of the two is right
             named = "compute different gradients from the same batch" in error.message and not error.ranks
@@ -177,7 +181,7 @@ Pair = namedtuple("Pair", ["tokens", "labels"])
 
 def run_case(name: str, strategy: str, verify: str, expected: str = "") -> None:
     """Train a few steps; print the warnings about the check, and a checksum of the weights."""
-    model, data, config = network(), samples(), settings(strategy, verify_ranks=verify)
+    model, data, config = network_with_dropout(), random_tokens(), settings(strategy, verify_ranks=verify)
     own, counted = loss_fn, [0]
     generator = torch.Generator().manual_seed(RANK)
 

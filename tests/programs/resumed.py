@@ -5,22 +5,19 @@ resumed.py FOLDER STEP_TO_DIE_AFTER WORKERS [WIDTH [PARALLEL [OFFLOAD]]]
 PARALLEL: as JSON. OFFLOAD: the setting memory.offload.
 """
 
-import hashlib
 import json
 import os
 import random
-import signal
 import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset
+from toys import KillsLastRank, digest_of, mean_squared_error
 
-from ddp_kit import EMA, Callback, Trainer, TrainerConfig
-from ddp_kit.state_values import Piece
+from ddp_kit import EMA, Trainer, TrainerConfig
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -37,21 +34,6 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
         return x + 0.1 * torch.randn(4) + random.random(), x.sum(0, keepdim=True)
 
 
-class Dies(Callback):
-    """The last rank, by SIGKILL."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_step(self, trainer: Any) -> None:
-        if FIRST_ATTEMPT and trainer.step == self.after and trainer.world.rank == trainer.world.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None, offload: Any = None) -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(width, 4), nn.GELU(), nn.Linear(4, 1))
@@ -62,7 +44,7 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
     trainer = Trainer(
         model,
         lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-        loss_fn,
+        mean_squared_error,
         TrainerConfig(
             epochs=3,
             global_batch_size=12,
@@ -75,13 +57,11 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
             parallel=parallel or {"share_gpus": "RESUMED_SHARES_GPUS" in os.environ},
         ),
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
-        callbacks=[ema, Dies(after)],
+        callbacks=[ema, KillsLastRank(after if FIRST_ATTEMPT else 0)],
     )
     result = trainer.fit(Noisy())
     held = [*trainer.model_state().values(), *ema.model_state().values()]
-    bits = torch.cat([(each.tensor if isinstance(each, Piece) else each).cpu().double().flatten() for each in held])
-    digest = hashlib.sha256(bits.numpy()).hexdigest()
-    print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest}\n", end="", flush=True)
+    print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest_of(held)}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

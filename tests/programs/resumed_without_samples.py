@@ -23,7 +23,7 @@ def noisy(number):
     return torch.full((4,), number / 100) + torch.randn(4)
 
 
-class Samples(Dataset):
+class NineSamples(Dataset):
     """Its epochs end with a step of one sample."""
 
     def __len__(self):
@@ -33,7 +33,7 @@ class Samples(Dataset):
         return noisy(index)
 
 
-class Stream(IterableDataset):
+class UnequalStream(IterableDataset):
     def __iter__(self):
         info = get_worker_info()
         first, workers = (0, 1) if info is None else (info.id, info.num_workers)
@@ -66,7 +66,7 @@ class StreamWithState(IterableDataset):
             yield noisy(number + 100 * RANK)
 
 
-def trained(data, workers, saved, resume=None):
+def steps_and_predictions(data, workers, saved, resume=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     config = TrainerConfig(
@@ -83,19 +83,19 @@ def trained(data, workers, saved, resume=None):
 
 
 for data, workers in (
-    (Samples, 0),
-    (Samples, 1),
-    (Stream, 0),
-    (Stream, 2),
+    (NineSamples, 0),
+    (NineSamples, 1),
+    (UnequalStream, 0),
+    (UnequalStream, 2),
     (StreamWithState, 0),
     (StreamWithState, 1),
     (StreamWithState, 2),
 ):
     name = f"{data.__name__} {workers}"
-    steps, whole = trained(data, workers, folder / name)
+    steps, whole = steps_and_predictions(data, workers, folder / name)
     differ = []
     for step in range(1, steps):
-        _, resumed = trained(data, workers, folder / f"{name} {step}", folder / name / f"step-{step:08d}")
+        _, resumed = steps_and_predictions(data, workers, folder / f"{name} {step}", folder / name / f"step-{step:08d}")
         if not torch.equal(resumed, whole):
             differ.append(step)
     say(f"case {name}: {steps} steps, differ {differ}")

@@ -10,7 +10,7 @@ from torch import nn
 from ddp_kit import Trainer, TrainerConfig
 
 
-class Scaled(nn.Module):
+class ScaledLayer(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(2.6))
@@ -19,7 +19,7 @@ class Scaled(nn.Module):
         return self.up(x) * self.scale.exp()
 
 
-def made(parallel, folder, steps=6):
+def trainer_with_scalar(parallel, folder, steps=6):
     torch.manual_seed(0)
 
     def optimizer(parameters):
@@ -33,18 +33,19 @@ def made(parallel, folder, steps=6):
         parallel=parallel,
         checkpoint={"dir": f"{name}/{folder}", "every_steps": 3},
     )
-    return Trainer(Scaled().double(), optimizer, lambda model, x: model(x).square().mean(), config)
+    return Trainer(ScaledLayer().double(), optimizer, lambda model, x: model(x).square().mean(), config)
 
 
 data = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 for name in sys.argv[1:]:
     norms = {
-        parallel: [row.grad_norm for row in made(parallel, parallel).fit(data).history] for parallel in ("ddp", "zero1")
+        parallel: [row.grad_norm for row in trainer_with_scalar(parallel, parallel).fit(data).history]
+        for parallel in ("ddp", "zero1")
     }
-    made("zero1", "resumed", steps=3).fit(data)
-    made("zero1", "resumed").fit(data)
+    trainer_with_scalar("zero1", "resumed", steps=3).fit(data)
+    trainer_with_scalar("zero1", "resumed").fit(data)
     for before, after in (("ddp", "zero1"), ("zero1", "ddp")):
-        moved = made(after, f"{before}-{after}")
+        moved = trainer_with_scalar(after, f"{before}-{after}")
         moved.resume(f"{name}/{before}/step-00000003")
         moved.save()
         moved.fit(data)

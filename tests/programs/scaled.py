@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ddp_kit import Trainer, TrainerConfig
 
 
-def train(name: str, parallel: str, offload: Any = None) -> None:
+def train_with_fp16(name: str, parallel: str, offload: Any = None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3))
     data = [(torch.randn(4), torch.tensor(number % 3)) for number in range(96)]
@@ -37,5 +37,5 @@ def train(name: str, parallel: str, offload: Any = None) -> None:
 
 
 for name in ("ddp", "zero1", "fsdp"):
-    train(name, name)
-train("offloaded", "fsdp", "all")
+    train_with_fp16(name, name)
+train_with_fp16("offloaded", "fsdp", "all")

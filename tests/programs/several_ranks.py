@@ -28,7 +28,7 @@ from ddp_kit.checkpoint.format import checkpoints
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def trainer_for(folder: Path | None = None, optimizer: Any = None, **settings: Any) -> Trainer:
+def linear_trainer(folder: Path | None = None, optimizer: Any = None, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     metrics, callbacks = settings.pop("metrics", None), settings.pop("callbacks", ())
     checkpoint = {"dir": folder} | settings.pop("checkpoint", {})
@@ -43,7 +43,7 @@ def trainer_for(folder: Path | None = None, optimizer: Any = None, **settings: A
     )
 
 
-def refused(call: Callable[[], Any], kind: type[Exception], said: str) -> None:
+def check_refused(call: Callable[[], Any], kind: type[Exception], said: str) -> None:
     try:
         call()
     except kind as error:
@@ -52,7 +52,7 @@ def refused(call: Callable[[], Any], kind: type[Exception], said: str) -> None:
         raise AssertionError(f"nothing was said of {said!r}")
 
 
-class Rows(Dataset[Tensor]):
+class NoisyRows(Dataset[Tensor]):
     def __init__(self, first: int, noise: Callable[[], float] = lambda: 0.0) -> None:
         self.first, self.noise = first, noise
 
@@ -63,7 +63,7 @@ class Rows(Dataset[Tensor]):
         return torch.tensor([self.first + index + self.noise()])
 
 
-class Stream(IterableDataset[Tensor]):
+class InterleavedStream(IterableDataset[Tensor]):
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -75,52 +75,56 @@ class Stream(IterableDataset[Tensor]):
 
 
 def other_rows_are_refused(_: Path) -> None:
-    for data in (Rows(RANK), TensorDataset(torch.rand(60, 1) + RANK), [*range(RANK, RANK + 60)]):
-        refused(lambda data=data: trainer_for().fit(data), DataError, "do not agree on sample 0 of train_data")
-    nested = Subset(Subset(Rows(0), [*range(RANK, 50)] + [0] * RANK), range(50))
-    refused(lambda: trainer_for().fit(nested), DataError, "the indices of the Subset train_data")
-    trainer = trainer_for()
-    refused(lambda: trainer.fit(Rows(0), Rows(RANK)), DataError, "sample 0 of eval_data")
-    refused(lambda: trainer.evaluate(Rows(RANK)), DataError, "sample 0 of eval_data")
-    trainer_for(data={"compare_items": 0}).fit(Rows(RANK))
+    for data in (NoisyRows(RANK), TensorDataset(torch.rand(60, 1) + RANK), [*range(RANK, RANK + 60)]):
+        check_refused(lambda data=data: linear_trainer().fit(data), DataError, "do not agree on sample 0 of train_data")
+    nested = Subset(Subset(NoisyRows(0), [*range(RANK, 50)] + [0] * RANK), range(50))
+    check_refused(lambda: linear_trainer().fit(nested), DataError, "the indices of the Subset train_data")
+    trainer = linear_trainer()
+    check_refused(lambda: trainer.fit(NoisyRows(0), NoisyRows(RANK)), DataError, "sample 0 of eval_data")
+    check_refused(lambda: trainer.evaluate(NoisyRows(RANK)), DataError, "sample 0 of eval_data")
+    linear_trainer(data={"compare_items": 0}).fit(NoisyRows(RANK))
 
 
 def samples_with_random_numbers_are_not(_: Path) -> None:
     chance = random.Random(RANK)
     for noise in (random.random, lambda: torch.rand(()).item(), chance.random):
         for workers in (0, 1):
-            trainer_for(max_steps=1, data={"num_workers": workers}).fit(Rows(0, noise))
+            linear_trainer(max_steps=1, data={"num_workers": workers}).fit(NoisyRows(0, noise))
 
 
 def a_function_in_a_parameter_group_is_no_difference(_: Path) -> None:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": [*parameters], "note": lambda step: step, "of": object()}], lr=1e-4)
 
-    trainer_for(optimizer=optimizer, max_steps=1).fit(Rows(0))
+    linear_trainer(optimizer=optimizer, max_steps=1).fit(NoisyRows(0))
 
 
 def a_short_stream_is_an_error(_: Path) -> None:
-    trainer = trainer_for(data={"drop_last": True})
-    refused(
-        lambda: trainer.fit(Stream(5)), DataError, "yielded 5 samples in an epoch, fewer than the global batch of 6"
+    trainer = linear_trainer(data={"drop_last": True})
+    check_refused(
+        lambda: trainer.fit(InterleavedStream(5)),
+        DataError,
+        "yielded 5 samples in an epoch, fewer than the global batch of 6",
     )
 
 
 def a_stream_is_read_on_by_ranks_whose_shares_differ(folder: Path) -> None:
     settings: dict[str, Any] = {"global_batch_size": 7, "micro_batch_size": 2, "data": {"num_workers": 2}}
-    trainer = trainer_for(folder / "stream", checkpoint={"every_steps": 2}, **settings)
-    for step in trainer.steps(Stream(60)):
+    trainer = linear_trainer(folder / "stream", checkpoint={"every_steps": 2}, **settings)
+    for step in trainer.steps(InterleavedStream(60)):
         if step.number == 2:
             break
-    assert trainer_for(folder / "stream", **settings).fit(Stream(60)).steps > 2
-    resumed = trainer_for(folder / "stream", **settings | {"global_batch_size": 14})
-    assert resumed.fit(Stream(60)).steps == resumed.step, "the epoch has ended: all of it may change"
+    assert linear_trainer(folder / "stream", **settings).fit(InterleavedStream(60)).steps > 2
+    resumed = linear_trainer(folder / "stream", **settings | {"global_batch_size": 14})
+    assert resumed.fit(InterleavedStream(60)).steps == resumed.step, "the epoch has ended: all of it may change"
 
 
 def containers_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
     for samples in (1, RANKS, 20):
         x = torch.arange(float(samples)).reshape(-1, 1)
-        found = trainer_for().predict(x, lambda _, batch: {"logits": batch, 2: [2 * batch, {"a": (batch, batch + 1)}]})
+        found = linear_trainer().predict(
+            x, lambda _, batch: {"logits": batch, 2: [2 * batch, {"a": (batch, batch + 1)}]}
+        )
         assert list(found) == ["logits", 2]
         assert torch.equal(found["logits"], x)
         assert isinstance(found[2][1]["a"], tuple)
@@ -130,11 +134,11 @@ def containers_are_predicted_also_by_ranks_without_samples(_: Path) -> None:
 def entries_stay_what_they_are_whatever_a_rank_calls_them(_: Path) -> None:
     x = torch.arange(20.0).reshape(-1, 1)
     named = [("a", 1.0), ("b", -1.0)][:: -1 if RANK else 1]
-    found = trainer_for().predict(x, lambda _, batch: {name: sign * batch for name, sign in named})
+    found = linear_trainer().predict(x, lambda _, batch: {name: sign * batch for name, sign in named})
     assert torch.equal(found["a"], x)
     assert torch.equal(found["b"], -x)
-    refused(
-        lambda: trainer_for().predict(x, lambda _, batch: {"b" if RANK else "a": batch}),
+    check_refused(
+        lambda: linear_trainer().predict(x, lambda _, batch: {"b" if RANK else "a": batch}),
         LossError,
         "different entries: only some of them contain ['a'], ['b']",
     )
@@ -160,7 +164,7 @@ def metrics_with_list_states_need_no_sample_on_each_rank(_: Path) -> None:
         ),
         "roc": (tm.ROC(task="multiclass", num_classes=3), several),
     }
-    trainer = trainer_for(metrics=metrics)
+    trainer = linear_trainer(metrics=metrics)
     for samples in (1, 2, 7):
         found = trainer.evaluate(torch.arange(float(samples)).reshape(-1, 1))
         assert found["auroc"] == found["all.auroc"]
@@ -169,20 +173,20 @@ def metrics_with_list_states_need_no_sample_on_each_rank(_: Path) -> None:
 
 
 def a_loop_left_at_a_due_step_saves_it(folder: Path) -> None:
-    trainer = trainer_for(folder / "left", checkpoint={"every_steps": 3})
-    for step in trainer.steps(Rows(0)):
+    trainer = linear_trainer(folder / "left", checkpoint={"every_steps": 3})
+    for step in trainer.steps(NoisyRows(0)):
         if step.number == 3:
             break
-    trainer.evaluate(Rows(0))
-    assert trainer_for(folder / "left").step == 3
+    trainer.evaluate(NoisyRows(0))
+    assert linear_trainer(folder / "left").step == 3
 
 
 def a_stop_saves_all_trainers(folder: Path) -> None:
     """Heard by the last rank alone."""
-    pair = [trainer_for(folder / name, epochs=100_000) for name in "ab"]
+    pair = [linear_trainer(folder / name, epochs=100_000) for name in "ab"]
     try:
-        other = pair[1].steps(Rows(0))
-        for number, _ in enumerate(pair[0].steps(Rows(0))):
+        other = pair[1].steps(NoisyRows(0))
+        for number, _ in enumerate(pair[0].steps(NoisyRows(0))):
             next(other)
             if number == 2 and RANK == RANKS - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -190,7 +194,7 @@ def a_stop_saves_all_trainers(folder: Path) -> None:
         assert ended.code == 75
     assert pair[0].step >= 3
     assert pair[0].step - pair[1].step in (0, 1)
-    again = [trainer_for(folder / name) for name in "ab"]
+    again = [linear_trainer(folder / name) for name in "ab"]
     assert [each.step for each in again] == [each.step for each in pair]
 
 
@@ -201,8 +205,8 @@ def finished_trainers_hold_nothing(folder: Path) -> None:
 
     trainers, counts = [], []
     for number in range(4):
-        trainers.append(trainer_for(folder / f"held{number}", max_steps=2, checkpoint={"every_steps": 1}))
-        trainers[-1].fit(Rows(0))
+        trainers.append(linear_trainer(folder / f"held{number}", max_steps=2, checkpoint={"every_steps": 1}))
+        trainers[-1].fit(NoisyRows(0))
         counts.append(held())
         torch.distributed.barrier()  # a rank that ends closes its connections to the others' store
     assert counts[1:] == counts[1:2] * 3, counts
@@ -225,8 +229,8 @@ def all_ranks_return_when_the_checkpoint_is_complete(folder: Path) -> None:
     for save in ("background", "blocking"):
         place = folder / f"complete-{save}"
         slow = InSave(lambda: time.sleep(0.5))
-        trainer = trainer_for(place, max_steps=2, callbacks=[slow], checkpoint={"save": save})
-        trainer.fit(Rows(0))
+        trainer = linear_trainer(place, max_steps=2, callbacks=[slow], checkpoint={"save": save})
+        trainer.fit(NoisyRows(0))
         assert [found.step for found in checkpoints(place) if found.whole] == [2]
         torch.distributed.barrier()
         if RANK == 0:
@@ -245,9 +249,9 @@ def all_ranks_raise_the_error_of_a_failed_save(folder: Path) -> None:
 
     for save in ("background", "blocking"):
         place = folder / f"failed-{save}"
-        trainer = trainer_for(place, max_steps=2, callbacks=[InSave(limit_files)], checkpoint={"save": save})
-        for call in (partial(trainer.fit, Rows(0)), trainer.save):
-            refused(call, CheckpointError, "cannot be written")
+        trainer = linear_trainer(place, max_steps=2, callbacks=[InSave(limit_files)], checkpoint={"save": save})
+        for call in (partial(trainer.fit, NoisyRows(0)), trainer.save):
+            check_refused(call, CheckpointError, "cannot be written")
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert checkpoints(place) == ()
 

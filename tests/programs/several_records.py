@@ -6,7 +6,7 @@ from torch import nn
 from ddp_kit import Callback, Trainer, TrainerConfig
 
 
-def train(rate, callbacks=(), **settings):
+def record_run(rate, callbacks=(), **settings):
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.fill_(0.5)
@@ -20,9 +20,9 @@ def train(rate, callbacks=(), **settings):
 class Probe(Callback):
     def on_step(self, trainer):
         if trainer.step == 2:
-            train(0.2, checkpoint={"dir": "probe"})
+            record_run(0.2, checkpoint={"dir": "probe"})
 
 
-train(0.1, [Probe()], checkpoint={"dir": "run"})
-train(0.3)
-train(0.4)
+record_run(0.1, [Probe()], checkpoint={"dir": "run"})
+record_run(0.3)
+record_run(0.4)

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from ddp_kit import Trainer, TrainerConfig
 
 
-class Scaled(nn.Module):
+class ScaledByBuffers(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -24,7 +24,7 @@ class Scaled(nn.Module):
         return self.b(torch.tanh(self.a(x)) * self.cos * self.mean)
 
 
-class Stream(IterableDataset):
+class StreamOfRows(IterableDataset):
     def __iter__(self):
         return iter(rows[trainer.world.rank :: trainer.world.world_size])
 
@@ -40,12 +40,12 @@ def loss_fn(model, batch):
 
 torch.manual_seed(0)
 rows = [{"x": x, "labels": x} for x in torch.randn(9, 4)]
-for data in (lambda: rows, Stream):  # the last step has 1 sample: on the last rank, a pass with zero weight
+for data in (lambda: rows, StreamOfRows):  # the last step has 1 sample: on the last rank, a pass with zero weight
     torch.manual_seed(0)
     config = TrainerConfig(
         epochs=1, global_batch_size=4, micro_batch_size=1, data={"shuffle": False}, parallel=sys.argv[1]
     )
-    trainer = Trainer(Scaled(), lambda weights: torch.optim.SGD(weights, lr=0.1), loss_fn, config)
+    trainer = Trainer(ScaledByBuffers(), lambda weights: torch.optim.SGD(weights, lr=0.1), loss_fn, config)
     own = dict(trainer.model.named_buffers())
     loss = trainer.fit(data()).loss
     if trainer.world.rank and sys.argv[1] == "fsdp":  # without that, it runs no pass

@@ -18,7 +18,7 @@ CAUSE, end = sys.argv[1], Path(sys.argv[2])
 SLEEPS = {"straggler": 0.1 * int(os.environ["RANK"]), "data": 0.0, "synchronisation": 0.04}
 
 
-class Samples(Dataset):
+class SlowSamples(Dataset):
     def __len__(self):
         return 64
 
@@ -65,6 +65,6 @@ if CAUSE == "synchronisation":
 model = nn.Linear(3, 3)
 config = TrainerConfig(global_batch_size=4, log_every_steps=10, max_steps=10**6, checkpoint={"dir": "run"})
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_fn, config)
-for step in trainer.steps(Samples()):
+for step in trainer.steps(SlowSamples()):
     if step.number % 10 == 0 and end.exists():
         trainer.stop()

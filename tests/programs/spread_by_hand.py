@@ -18,7 +18,7 @@ def spread(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh["shard"])
 
 
-def made(**settings: object) -> Trainer:
+def spread_trainer(**settings: object) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)).double()
     return Trainer(
@@ -37,14 +37,14 @@ def made(**settings: object) -> Trainer:
 
 
 def main() -> None:
-    trainer = made(parallelize=spread)
+    trainer = spread_trainer(parallelize=spread)
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(4, generator=generator).double(), torch.tensor(number % 3)) for number in range(31)]
     result = trainer.fit(data)
     if trainer.world.is_main:
         print("losses", *(row.loss for row in result.history), flush=True)
     try:
-        made(parallelize=lambda model, mesh: None)
+        spread_trainer(parallelize=lambda model, mesh: None)
     except ConfigError as error:
         print("refused", error.message, flush=True)
 

@@ -15,7 +15,7 @@ from ddp_kit import EMA, Callback, Trainer, TrainerConfig, load_model
 WIDTH = 8
 
 
-class Block(nn.Module):
+class MaskedBlock(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), dropout
@@ -31,12 +31,12 @@ class Block(nn.Module):
         return x + y
 
 
-class Net(nn.Module):
+class StagedNetwork(nn.Module):
     def __init__(self, dropout: float = 0.0, blocks: int = 4) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.inputs = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.blocks = nn.ModuleList(MaskedBlock(dropout) for _ in range(blocks))
         self.outputs = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("late", torch.zeros(()))
         self.calls, self.first_change = 0, 10**6
@@ -65,11 +65,18 @@ def denoising(model: nn.Module, batch: Any) -> Tensor:
     return functional.mse_loss(model(batch[0] + noise), noise)
 
 
-def plain(model: nn.Module, batch: Any) -> Tensor:
+def error_of_doubled_input(model: nn.Module, batch: Any) -> Tensor:
     return functional.mse_loss(model(batch[0]), 2 * batch[0])
 
 
-def trained(model: Net, parallel: Any, folder: Path | None = None, *, loss: Any = plain, **settings: Any) -> Any:
+def losses_and_trainer(
+    model: StagedNetwork,
+    parallel: Any,
+    folder: Path | None = None,
+    *,
+    loss: Any = error_of_doubled_input,
+    **settings: Any,
+) -> Any:
     callbacks = settings.pop("callbacks", [])
     if folder is not None:
         settings["checkpoint"] = {"dir": folder, "every_steps": 3, "keep_last": 9}
@@ -84,29 +91,31 @@ def trained(model: Net, parallel: Any, folder: Path | None = None, *, loss: Any 
 
 def main(folder: Path) -> None:
     if len(sys.argv) > 2:
-        model = Net()
+        model = StagedNetwork()
         model.first_change = 3
-        trained(model, {"pipeline": 2})
+        losses_and_trainer(model, {"pipeline": 2})
     found: dict[str, Any] = {}
     for schedule in ("gpipe", "1f1b"):
         pipeline = {"pipeline": 2, "pipeline_schedule": schedule}
-        found[schedule], _ = trained(Net(), pipeline, loss=denoising)
-        model = Net(0.5)
-        whole, trainer = trained(model, pipeline, folder / schedule, loss=denoising)
+        found[schedule], _ = losses_and_trainer(StagedNetwork(), pipeline, loss=denoising)
+        model = StagedNetwork(0.5)
+        whole, trainer = losses_and_trainer(model, pipeline, folder / schedule, loss=denoising)
         found[f"{schedule} masks"] = [mask for block in model.blocks for mask in block.masks]
-        rest, _ = trained(
-            Net(0.5), pipeline, loss=denoising, checkpoint={"resume": folder / schedule / "step-00000003"}
+        rest, _ = losses_and_trainer(
+            StagedNetwork(0.5), pipeline, loss=denoising, checkpoint={"resume": folder / schedule / "step-00000003"}
         )
         found[f"{schedule} resumed"] = rest == whole[3:]
-    model = Net()
-    trained(model, {"pipeline": 2}, folder / "buffers", callbacks=[Balance()])
-    net = Net()
+    model = StagedNetwork()
+    losses_and_trainer(model, {"pipeline": 2}, folder / "buffers", callbacks=[Balance()])
+    net = StagedNetwork()
     load_model(folder / "buffers", net)
     found["biases"] = [float(block.bias[0]) for block in net.blocks]
     for name, parallel in (("ddp", "ddp"), ("moved", {"pipeline": 2})):
         for steps, place in ((3, "ddp"), (6, parallel)):
-            trained(Net(), place, folder / f"average {name}", callbacks=[EMA(0.8)], max_steps=steps)
-        net = Net()
+            losses_and_trainer(
+                StagedNetwork(), place, folder / f"average {name}", callbacks=[EMA(0.8)], max_steps=steps
+            )
+        net = StagedNetwork()
         load_model(folder / f"average {name}", net, ema=True)
         found[f"average {name}"] = torch.cat([each.flatten() for each in net.parameters()]).tolist()
     found["rank"] = trainer.world.rank

@@ -16,13 +16,13 @@ def tell_parent():
         time.sleep(0.02)
 
 
-def end(number, frame):
+def on_sigterm(number, frame):
     os.write(1, b"told to stop\n")
     tell_parent()  # a second signal to the launcher would end the ranks here
     sys.exit(75)
 
 
-signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGTERM, on_sigterm)
 Path(sys.argv[1]).write_text("ready\n")
 os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
 tell_parent()

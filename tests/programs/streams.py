@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
+from toys import flat, momentum_sgd, small_network
 
 from ddp_kit import DataConfig, Loss, Trainer, TrainerConfig
 
 
-class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
+class UnequalStream(IterableDataset[tuple[Tensor, Tensor]]):
     """As many samples as `lengths` says for this rank; divided over DataLoader workers, other ones in each epoch."""
 
     def __init__(self, rank: int, lengths: list[int]) -> None:
@@ -35,18 +36,13 @@ def sample(number: int) -> tuple[Tensor, Tensor]:
     return torch.tensor(number), x
 
 
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-
 def weights_of(numbers: Tensor) -> Tensor:
     return (numbers % 4).double()
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
+def train_on_streams(case: dict[str, Any]) -> dict[str, Any]:
     passes: list[tuple[int, list[int]]] = []
-    model = network()
+    model = small_network()
 
     def loss_fn(placed: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor | Loss:
         numbers, x = batch
@@ -66,8 +62,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         log_every_steps=2,
         data=DataConfig(num_workers=case["workers"]),
     )
-    trainer = Trainer(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), loss_fn, config)
-    data = Numbers(trainer.world.rank, case["lengths"])
+    trainer = Trainer(model, momentum_sgd, loss_fn, config)
+    data = UnequalStream(trainer.world.rank, case["lengths"])
     samples = 0
     if case["left_after"]:
         for step in trainer.steps(data):
@@ -79,7 +75,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     else:
         samples = trainer.fit(data).samples
     return {
-        "weights": torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist(),
+        "weights": flat(model.parameters()).tolist(),
         "passes": passes,
         "steps": trainer.step,
         "samples": samples,
@@ -88,5 +84,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     file, folder = map(Path, sys.argv[1:])
-    results = [run(case) for case in json.loads(file.read_text())]
+    results = [train_on_streams(case) for case in json.loads(file.read_text())]
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(results))

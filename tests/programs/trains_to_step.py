@@ -9,29 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from toys import ResidualBlock
 
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.checkpoint.reader import load
 
 
-class Block(nn.Module):
-    """A layer with a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
-
-class Model(nn.Module):
+class OddHead(nn.Module):
     """Blocks, and a head that is odd to divide."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(ResidualBlock(4, 6, nn.LayerNorm) for _ in range(2))
         self.head = nn.Linear(4, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +32,7 @@ class Model(nn.Module):
 
 def main(parallel: object, steps: int, folder: str, offload: Any = None) -> None:
     torch.manual_seed(0)
-    model = Model().double()
+    model = OddHead().double()
     data = [(torch.randn(4, dtype=torch.float64), torch.tensor(number % 5)) for number in range(31)]
     trainer = Trainer(
         model,

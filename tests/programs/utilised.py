@@ -2,9 +2,9 @@
 whether the loss is that of a run without MFU."""
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
+from toys import ResidualBlock, mean_squared_error, sgd
 
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.trainer import model_flops
@@ -12,7 +12,7 @@ from ddp_kit.trainer.model_flops import PeakRates
 
 WIDTH = 8
 PEAK = 1e12
-PLAN = {"*.inner": "column", "*.outer": "row"}
+PLAN = {"*.up": "column", "*.down": "row"}
 STRATEGIES = {
     "ddp": "ddp",
     "zero1": "zero1",
@@ -22,31 +22,19 @@ STRATEGIES = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.outer(torch.tanh(self.inner(x)))
-        return found
-
-
-def network() -> nn.Module:
+def residual_network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), ResidualBlock(WIDTH, 16), ResidualBlock(WIDTH, 16), nn.Linear(WIDTH, 1)
+    )
 
 
-def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def trained(name: str, *, mfu: bool) -> tuple[float | None, float]:
+def flops_and_loss(name: str, *, mfu: bool) -> tuple[float | None, float]:
     x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
     config = TrainerConfig(
         global_batch_size=8, max_steps=4, log_every_steps=2, mfu=mfu, parallel=STRATEGIES[name], micro_batch_size=2
     )
-    trainer = Trainer(network(), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+    trainer = Trainer(residual_network(), sgd, mean_squared_error, config)
     row = trainer.fit(TensorDataset(x, x[:, :1])).history[-1]
     return (None if row.mfu is None else row.mfu * PEAK / row.samples_per_second), row.loss
 
@@ -54,8 +42,8 @@ def trained(name: str, *, mfu: bool) -> tuple[float | None, float]:
 def main() -> None:
     model_flops.TABLE = (PeakRates("cpu", {"fp32": PEAK / 1e12}, "this test"),)
     for name in STRATEGIES:
-        none, plain = trained(name, mfu=False)
-        flops, loss = trained(name, mfu=True)
+        none, plain = flops_and_loss(name, mfu=False)
+        flops, loss = flops_and_loss(name, mfu=True)
         assert none is None
         print(f"{name}: {'none' if flops is None else round(flops)} {'same' if loss == plain else 'other'}", flush=True)
 

@@ -15,14 +15,14 @@ for number in (signal.SIGINT, signal.SIGTERM):
 waiting = threading.get_ident()
 
 
-def both():  # as when the kernel gives them to a thread that does not wait for them
+def send_both():  # as when the kernel gives them to a thread that does not wait for them
     while sys._current_frames()[waiting].f_code.co_name != "wait_readable":
         time.sleep(0.01)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.pthread_kill(threading.get_ident(), number)
 
 
-threading.Thread(target=both).start()
+threading.Thread(target=send_both).start()
 found = []
 while len(found) < 2:
     inbox.wait(None)

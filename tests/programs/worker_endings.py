@@ -18,7 +18,7 @@ from says_who_it_is import rank
 ending, seconds = sys.argv[1], int(sys.argv[2])
 
 
-def wait_for(path):
+def wait_for_path(path):
     while not path.exists():
         time.sleep(0.01)
 
@@ -52,7 +52,7 @@ elif ending == "expires":
 elif ending == "own file":
     error_file, written = Path(os.environ["TORCHELASTIC_ERROR_FILE"]), Path("written")
     if rank == "1":
-        wait_for(written)
+        wait_for_path(written)
         error_file.write_text('{"message": "what my program says", "timestamp": 10}')
         sys.exit(7)
     error_file.write_text('{"message": {"message": "without a time"}}')  # which torch cannot read
@@ -60,7 +60,7 @@ elif ending == "own file":
 elif ending == "ignores":
     ready = Path("ready")
     if rank == "1":
-        wait_for(ready)
+        wait_for_path(ready)
         sys.exit(7)
     signal.signal(signal.SIGTERM, lambda *_: Path("asked").touch())
     ready.touch()

@@ -126,7 +126,7 @@ def build(tmp_path: Path) -> Iterator[Callable[..., str]]:
         name = f"localhost/ddpkit-test-{kind}-{os.getpid()}"
         (tmp_path / "Dockerfile").write_text("\n".join(lines))
         ours = ("--build-arg", f"BASE_IMAGE={base}", "-f", str(DOCKER / "Dockerfile"), str(ROOT))
-        _run("buildah", "build", *flags, "-t", name, *(ours if base else [str(tmp_path)]))
+        checked_output("buildah", "build", *flags, "-t", name, *(ours if base else [str(tmp_path)]))
         built.append(name)
         return name
 
@@ -140,7 +140,7 @@ def _remove_what_ended_runs_left() -> None:
     """Containers and images, if the run was killed."""
 
     def left(*listing: str) -> list[str]:
-        return [found[0] for found in NAME.finditer(_run(*listing)) if has_ended(int(found[1]))]
+        return [found[0] for found in NAME.finditer(checked_output(*listing)) if has_ended(int(found[1]))]
 
     if containers := left("podman", "ps", "--all", "--format", "{{.Names}}"):
         run("podman", "rm", "--force", *containers)
@@ -152,7 +152,7 @@ def _remove_what_ended_runs_left() -> None:
 
 def _pip_settings(folder: Path) -> list[str]:
     """Mounts of the settings of pip on this machine, and of the certificates and folders that they name."""
-    listed = _run(sys.executable, "-m", "pip", "config", "list")
+    listed = checked_output(sys.executable, "-m", "pip", "config", "list")
     found = dict(re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
     (folder / "pip.conf").write_text("\n".join(["[global]", *(f"{name} = {value}" for name, value in found.items())]))
     paths = {path for path in re.findall(r"(?<![\w:/])(?:file://)?(/[^\s']+)", listed) if Path(path).exists()}
@@ -162,7 +162,7 @@ def _pip_settings(folder: Path) -> list[str]:
     return [word for mount in [settings, *(f"{path}:{path}:ro" for path in sorted(mounts))] for word in ("-v", mount)]
 
 
-def _run(*command: str) -> str:
+def checked_output(*command: str) -> str:
     done = run(*TIED, *command, timeout=800)
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
@@ -176,13 +176,13 @@ def _in_container(image: str, *words: str, flags: tuple[str, ...] = ()) -> str:
     # The limits: podman asks for higher ones than a machine may allow.
     limits = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096")
     mount = ("--volume", f"{ROOT / 'examples'}:/workspace:ro")
-    return _run(
+    return checked_output(
         "podman", "--runtime", "runc", "run", "--rm", *name, "--network", "host", *limits, *mount, *flags, image, *words
     )
 
 
 def _megabytes(image: str) -> float:
-    return int(_run("podman", "image", "inspect", "--format", "{{.Size}}", image)) / 1e6
+    return int(checked_output("podman", "image", "inspect", "--format", "{{.Size}}", image)) / 1e6
 
 
 @pytest.mark.slow
@@ -190,12 +190,12 @@ def _megabytes(image: str) -> float:
 @pytest.mark.parametrize("kind", [PLAIN, WITH_TORCH])
 def test_image_trains_as_any_user(build: Callable[..., str], kind: str, tmp_path: Path) -> None:
     packages = "--include=ca-certificates,python3,python3-pip"
-    _run("mmdebstrap", "--quiet", "--variant=apt", packages, "bookworm", str(tmp_path / "rootfs.tar"))
+    checked_output("mmdebstrap", "--quiet", "--variant=apt", packages, "bookworm", str(tmp_path / "rootfs.tar"))
     path, install = "ENV PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "RUN python3 -m pip install"
     torch = f"{install} --break-system-packages --no-cache-dir torch=={version('torch').partition('+')[0]} numpy"
     base = build(kind, "FROM scratch", "ADD rootfs.tar /", path, *([torch] if kind == WITH_TORCH else []))
     (tmp_path / "rootfs.tar").unlink()
-    digest = _run("podman", "image", "inspect", "--format", "{{.Digest}}", base).strip()
+    digest = checked_output("podman", "image", "inspect", "--format", "{{.Digest}}", base).strip()
     image = build("ours", base=f"{base}@{digest}")
     anyone = ("--user", "23456:0", "--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--cap-drop", "all")
     for flags in ((), anyone):

@@ -38,10 +38,10 @@ class Row:
 
 
 @dataclass
-class Job:
+class HostsJob:
     """The script on some hosts, watched through the lines that its ranks write.
 
-    job = Job(folder)
+    job = HostsJob(folder)
     job.start(h1, "--nnodes", "2"); job.start(h2, "--nnodes", "2")
     job.trains(h1, h2, world_size=4)
     job.stop()
@@ -132,12 +132,12 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
+def job(tmp_path: Path) -> HostsJob:
+    return HostsJob(tmp_path)
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_two_hosts_train_as_one_world(hosts: Hosts, job: Job, rendezvous: str) -> None:
+def test_two_hosts_train_as_one_world(hosts: Hosts, job: HostsJob, rendezvous: str) -> None:
     h1, h2 = hosts(2)
     static = ("--master-addr", "h1", "--master-port", "29500", "--node-rank")
     for number, host in enumerate((h1, h2)):
@@ -151,7 +151,7 @@ def test_two_hosts_train_as_one_world(hosts: Hosts, job: Job, rendezvous: str) -
 
 
 @pytest.mark.parametrize("how", ["processes killed", "power cut"])
-def test_survivors_of_a_dead_host_continue_and_admit_its_replacement(hosts: Hosts, job: Job, how: str) -> None:
+def test_survivors_of_a_dead_host_continue_and_admit_its_replacement(hosts: Hosts, job: HostsJob, how: str) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "1:2", *RENDEZVOUS)
@@ -166,7 +166,7 @@ def test_survivors_of_a_dead_host_continue_and_admit_its_replacement(hosts: Host
     job.stop()
 
 
-def test_job_that_needs_a_dead_host_waits_for_its_replacement(hosts: Hosts, job: Job) -> None:
+def test_job_that_needs_a_dead_host_waits_for_its_replacement(hosts: Hosts, job: HostsJob) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", *PLACE, f"{SILENCE},replacement_timeout={REPLACEMENT}")
@@ -179,7 +179,7 @@ def test_job_that_needs_a_dead_host_waits_for_its_replacement(hosts: Hosts, job:
 
 
 @pytest.mark.parametrize("victim", ["h2", "h1"])
-def test_job_that_needs_every_host_ends_when_one_dies(hosts: Hosts, job: Job, victim: str) -> None:
+def test_job_that_needs_every_host_ends_when_one_dies(hosts: Hosts, job: HostsJob, victim: str) -> None:
     for host in (both := hosts(2)):
         job.start(host, "--nnodes", "2", *NO_WAIT)
     job.trains(*both, world_size=4)
@@ -190,7 +190,7 @@ def test_job_that_needs_every_host_ends_when_one_dies(hosts: Hosts, job: Job, vi
 
 
 @pytest.mark.parametrize("victim", ["h3", "h1"])
-def test_survivors_of_a_dead_host_end_with_one_verdict(hosts: Hosts, job: Job, victim: str) -> None:
+def test_survivors_of_a_dead_host_end_with_one_verdict(hosts: Hosts, job: HostsJob, victim: str) -> None:
     job.processes = 1
     for host in (three := hosts(3)):
         job.start(host, "--nnodes", "3", *NO_WAIT)
@@ -209,7 +209,7 @@ def assert_blames(host: str, verdict: str) -> None:
     assert re.search(rf"\b(?:{host}|10\.77\.0\.1{host[1:]})\b", verdict), f"{verdict!r} does not name {host}"
 
 
-def test_agents_exit_with_the_code_of_the_failed_worker_and_name_it(hosts: Hosts, job: Job) -> None:
+def test_agents_exit_with_the_code_of_the_failed_worker_and_name_it(hosts: Hosts, job: HostsJob) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", *RENDEZVOUS)
@@ -220,7 +220,7 @@ def test_agents_exit_with_the_code_of_the_failed_worker_and_name_it(hosts: Hosts
     assert f"rank {rank} failed first: exit code 7" in verdict
 
 
-def test_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job) -> None:
+def test_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: HostsJob) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", "--max-restarts", "1", *RENDEZVOUS)
@@ -232,7 +232,7 @@ def test_killed_worker_restarts_the_ranks_of_all_hosts(hosts: Hosts, job: Job) -
 
 @pytest.mark.parametrize("ahead", [3600, -3600])
 def test_clocks_of_hosts_an_hour_apart_do_not_matter(
-    hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]], ahead: int
+    hosts: Hosts, job: HostsJob, clock_off_by: Callable[[int], dict[str, str]], ahead: int
 ) -> None:
     h1, h2 = hosts(2)
     off = clock_off_by(ahead)
@@ -249,7 +249,7 @@ def test_clocks_of_hosts_an_hour_apart_do_not_matter(
 
 
 def test_first_failure_is_determined_without_the_clocks(
-    hosts: Hosts, job: Job, clock_off_by: Callable[[int], dict[str, str]]
+    hosts: Hosts, job: HostsJob, clock_off_by: Callable[[int], dict[str, str]]
 ) -> None:
     h1, h2 = hosts(2)
     flags = ("--nnodes", "2", "--max-restarts", "1", *RENDEZVOUS)
@@ -264,7 +264,7 @@ def test_first_failure_is_determined_without_the_clocks(
     assert f"rank {rank} failed first: exit code 7" in verdict
 
 
-def test_host_that_is_cut_off_stops_itself_and_the_majority_continues(hosts: Hosts, job: Job) -> None:
+def test_host_that_is_cut_off_stops_itself_and_the_majority_continues(hosts: Hosts, job: HostsJob) -> None:
     job.processes = 1
     h1, h2, h3 = hosts(3)
     for host in (h1, h2, h3):
@@ -281,7 +281,7 @@ def test_host_that_is_cut_off_stops_itself_and_the_majority_continues(hosts: Hos
 
 def test_slow_network_is_not_taken_for_a_dead_host(hosts: Hosts, tmp_path: Path) -> None:
     h1, h2 = hosts(2)
-    job = Job(tmp_path, processes=1, script="trains_on_hosts.py")
+    job = HostsJob(tmp_path, processes=1, script="trains_on_hosts.py")
     for host in (h1, h2):
         job.start(host, "--nnodes", "2", *RENDEZVOUS)
     job.trains(h1, h2, world_size=2, steps=5)
@@ -293,7 +293,7 @@ def test_slow_network_is_not_taken_for_a_dead_host(hosts: Hosts, tmp_path: Path)
         assert [(row.attempt, row.step) for row in rows] == [(0, step) for step in range(1, 9)]
 
 
-def test_single_host_needs_no_resolvable_name(hosts: Hosts, job: Job) -> None:
+def test_single_host_needs_no_resolvable_name(hosts: Hosts, job: HostsJob) -> None:
     (h1,) = hosts(1, resolves=False)
     lookup = h1.start("getent", "hosts", "h1", env={"PATH": os.environ["PATH"]})
     assert lookup.wait(20) != 0, "the rig's name resolves"
@@ -302,7 +302,7 @@ def test_single_host_needs_no_resolvable_name(hosts: Hosts, job: Job) -> None:
     job.stop()
 
 
-def test_rendezvous_host_that_does_not_resolve_is_named(hosts: Hosts, job: Job) -> None:
+def test_rendezvous_host_that_does_not_resolve_is_named(hosts: Hosts, job: HostsJob) -> None:
     (h1,) = hosts(1, resolves=False)
     endpoint = ("--rdzv-backend", "c10d", "--rdzv-id", "j", "--rdzv-endpoint", "nowhere:29400")
     agent = job.start(h1, "--nnodes", "2", *endpoint)
@@ -312,7 +312,7 @@ def test_rendezvous_host_that_does_not_resolve_is_named(hosts: Hosts, job: Job) 
     assert "Traceback" not in agent.output
 
 
-def test_agent_asked_to_stop_leaves_and_the_other_continues(hosts: Hosts, job: Job) -> None:
+def test_agent_asked_to_stop_leaves_and_the_other_continues(hosts: Hosts, job: HostsJob) -> None:
     h1, h2 = hosts(2)
     for host in (h1, h2):
         job.start(host, "--nnodes", "1:2", *RENDEZVOUS)

@@ -75,7 +75,7 @@ PartitionName=high Nodes=n1,n2 MaxTime=UNLIMITED State=UP PriorityTier=2
 
 
 @dataclass(frozen=True)
-class Job:
+class EndedJob:
     """A job that has ended."""
 
     state: str
@@ -101,12 +101,12 @@ class Slurm:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
-    def run(self, folder: Path, *words: object, flags: tuple[str, ...] = ()) -> Job:
+    def run(self, folder: Path, *words: object, flags: tuple[str, ...] = ()) -> EndedJob:
         """`sbatch flags train.sbatch words` in `folder`, and wait for the job's end."""
         job = self.submit(folder, *words, flags=flags)
         shown = self.until(job, lambda shown: _field(shown, "JobState") in ENDED)
         exit_code = int(_field(shown, "ExitCode").split(":")[0])
-        return Job(_field(shown, "JobState"), exit_code, unlabelled((folder / "job.log").read_text()))
+        return EndedJob(_field(shown, "JobState"), exit_code, unlabelled((folder / "job.log").read_text()))
 
     def submit(self, folder: Path, *words: object, flags: tuple[str, ...] = (), batch: Path = SBATCH) -> str:
         """The job's number."""
@@ -228,7 +228,7 @@ def _field(shown: str, name: str) -> str:
     return found[1]
 
 
-def _reports(job: Job) -> list[dict[str, object]]:
+def _reports(job: EndedJob) -> list[dict[str, object]]:
     lines = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: line["RANK"])
 

@@ -33,7 +33,7 @@ Processes = list[psutil.Process]
 
 
 @dataclass
-class Job:
+class ChaoticRun:
     """A training run that is started again until it has ended well."""
 
     folder: Path
@@ -72,18 +72,18 @@ class Job:
         return 0
 
 
-FAULTS: list[tuple[Callable[[Job], Processes], signal.Signals]] = [
-    (Job.ranks, signal.SIGKILL),
-    (Job.ranks, signal.SIGKILL),
-    (Job.launchers, signal.SIGKILL),
-    (Job.launchers, signal.SIGTERM),
-    (Job.ranks, signal.SIGTERM),
-    (Job.ranks, signal.SIGSEGV),
-    (Job.launchers, signal.SIGINT),
-    (Job.ranks, signal.SIGUSR1),
-    (Job.loaders, signal.SIGKILL),
-    (Job.writers, signal.SIGKILL),
-    (Job.ranks, signal.SIGSTOP),
+FAULTS: list[tuple[Callable[[ChaoticRun], Processes], signal.Signals]] = [
+    (ChaoticRun.ranks, signal.SIGKILL),
+    (ChaoticRun.ranks, signal.SIGKILL),
+    (ChaoticRun.launchers, signal.SIGKILL),
+    (ChaoticRun.launchers, signal.SIGTERM),
+    (ChaoticRun.ranks, signal.SIGTERM),
+    (ChaoticRun.ranks, signal.SIGSEGV),
+    (ChaoticRun.launchers, signal.SIGINT),
+    (ChaoticRun.ranks, signal.SIGUSR1),
+    (ChaoticRun.loaders, signal.SIGKILL),
+    (ChaoticRun.writers, signal.SIGKILL),
+    (ChaoticRun.ranks, signal.SIGSTOP),
 ]
 
 
@@ -116,7 +116,7 @@ def check_samples(folder: Path) -> None:
 
 
 def _run(
-    folder: Path, faults: Iterator[tuple[Callable[[Job], Processes], signal.Signals]], chance: random.Random
+    folder: Path, faults: Iterator[tuple[Callable[[ChaoticRun], Processes], signal.Signals]], chance: random.Random
 ) -> tuple[str, list[str]]:
     folder.mkdir(exist_ok=True)
     done: list[str] = []
@@ -135,7 +135,7 @@ def _run(
                 folder,
             ]
             launcher = subprocess.Popen(words, env=clean_environment(), stdout=out, stderr=subprocess.STDOUT, text=True)
-            job = Job(folder, launcher, done)
+            job = ChaoticRun(folder, launcher, done)
             try:
                 code = _disturb_until_it_ends(job, faults, chance)
             except subprocess.TimeoutExpired:
@@ -159,7 +159,7 @@ def _run(
 
 
 def _disturb_until_it_ends(
-    job: Job, faults: Iterator[tuple[Callable[[Job], Processes], signal.Signals]], chance: random.Random
+    job: ChaoticRun, faults: Iterator[tuple[Callable[[ChaoticRun], Processes], signal.Signals]], chance: random.Random
 ) -> int:
     deadline = time.monotonic() + RUN_SECONDS
     for who, number in faults:
@@ -176,7 +176,7 @@ def _disturb_until_it_ends(
             with suppress(psutil.NoSuchProcess):
                 chance.choice(hit).send_signal(number)
                 job.faults.append(f"{number.name} to {who.__name__} after {after} steps")
-        if who is Job.launchers and number == signal.SIGKILL:
+        if who is ChaoticRun.launchers and number == signal.SIGKILL:
             break  # the next fault is for the next start
     return job.launcher.wait(max(1.0, deadline - time.monotonic()))
 

@@ -158,7 +158,7 @@ class Host:
     def slow_down(self, rate: str) -> None:
         """From now on it sends at `rate`, such as 2mbit; what does not fit waits for a second at most."""
         limit = ("tbf", "rate", rate, "burst", "32kbit", "latency", "1s")
-        _run("nsenter", f"--net=/proc/{self.keeper}/ns/net", "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
+        run_command("nsenter", f"--net=/proc/{self.keeper}/ns/net", "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
 
 
 @contextmanager
@@ -213,9 +213,9 @@ def _namespace(stack: ExitStack) -> int:
 
 
 def _ip(namespace: int, *words: str) -> None:
-    _run("nsenter", f"--net=/proc/{namespace}/ns/net", "ip", *words)
+    run_command("nsenter", f"--net=/proc/{namespace}/ns/net", "ip", *words)
 
 
-def _run(*command: str) -> None:
+def run_command(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds(20))
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"

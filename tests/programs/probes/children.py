@@ -14,7 +14,7 @@ def note(number: int, _: FrameType | None) -> None:
     caught.append(signal.Signals(number).name)
 
 
-def copied() -> int:
+def fork_and_exit() -> int:
     """Fork; the copy leaves through python's own end."""
     child = os.fork()
     if child == 0:
@@ -38,5 +38,5 @@ seen = {
     "cat": echoed.decode(),
     "system": os.system("exit 4"),
 }
-seen |= {"copy": copied(), "caught": caught}
+seen |= {"copy": fork_and_exit(), "caught": caught}
 print(json.dumps(seen))

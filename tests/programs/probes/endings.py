@@ -225,7 +225,7 @@ class Leaves:
         write(1, f"gone: {self.word}, {os is not None}, {SpeaksWhenGone is not None}\n".encode())
 
 
-def recorded() -> None:
+def fail_with_record() -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     @record
@@ -271,7 +271,7 @@ ENDINGS = {
     "exit in a handler": exit_in_handler,
     "broken pipe": broken_pipe,
     "gone in order": gone_in_order,
-    "recorded": recorded,
+    "recorded": fail_with_record,
 }
 
 if __name__ == "__main__":

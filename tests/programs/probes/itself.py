@@ -148,7 +148,7 @@ def stream(name: str) -> Facts:
     }
 
 
-def refused(act: Callable[[], object]) -> object:
+def result_or_error(act: Callable[[], object]) -> object:
     """What comes of it, or the error's name."""
     try:
         return act()
@@ -159,8 +159,8 @@ def refused(act: Callable[[], object]) -> object:
 def terminal() -> Facts:
     """The controlling terminal."""
     return {
-        "/dev/tty": refused(lambda: os.close(os.open("/dev/tty", os.O_RDWR))),
-        "in the foreground": refused(lambda: os.tcgetpgrp(0) == os.getpgrp()),
+        "/dev/tty": result_or_error(lambda: os.close(os.open("/dev/tty", os.O_RDWR))),
+        "in the foreground": result_or_error(lambda: os.tcgetpgrp(0) == os.getpgrp()),
     }
 
 
@@ -180,7 +180,7 @@ def prctl(option: int) -> int:
 def descriptors() -> dict[str, str]:
     """What each open descriptor leads to, without numbers of this run; that of the look itself is gone by then."""
     paths = [*Path("/proc/self/fd").iterdir()]
-    seen = {path.name: str(refused(path.readlink)) for path in paths}
+    seen = {path.name: str(result_or_error(path.readlink)) for path in paths}
     return {name: re.sub(r"\[\d+\]|\d+$", "", to) for name, to in seen.items() if to != "FileNotFoundError"}
 
 
@@ -195,7 +195,7 @@ def process() -> Facts:
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
     signals = {number.name: str(signal.getsignal(number)) for number in signal.Signals}
     child = subprocess.run(["grep", "-E", "Sig(Blk|Ign|Cgt)", "/proc/self/status"], capture_output=True, text=True)
-    nothing_waits = refused(lambda: os.waitpid(-1, os.WNOHANG))
+    nothing_waits = result_or_error(lambda: os.waitpid(-1, os.WNOHANG))
     return {
         "environment": {name: brief(value) for name, value in os.environ.items()},
         "environment in C": {name: brief(value) for name, value in os.environ.items() if in_c(name) != value},

@@ -31,7 +31,7 @@ def learning_rate(iteration: int) -> float:
     return 1e-3 + 0.5 * (1 + math.cos(math.pi * iteration / ITERATIONS)) * 9e-3
 
 
-class Model(nn.Module):
+class NanoGpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 16)
@@ -45,7 +45,7 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-raw_model = Model()
+raw_model = NanoGpt()
 optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-2, betas=(0.9, 0.95))
 iteration = 0
 state = None
