@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from ddp_kit.log import logger
@@ -120,6 +121,14 @@ def lines() -> Iterator[list[str]]:
     handler = logger.add(lambda message: found.append(str(message).rstrip()), format="{level} {message}")
     yield found
     logger.remove(handler)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ def test_slowest_rank_has_the_most_time_besides_communication() -> None:
 # --- over several intervals ------------------------------------------------------------------------------------------
 
 
-class Run:
+class WatchedRun:
     """Intervals of ten steps, each watched for long enough."""
 
     def __init__(self, *, waits: bool = False) -> None:
@@ -98,7 +98,7 @@ class Run:
 
 
 def test_advice_skips_the_first_interval_and_gives_each_kind_once() -> None:
-    run = Run()
+    run = WatchedRun()
     assert run.interval(times(data=44)) is None
     assert (run.interval(times(data=44)) or "").startswith("data 31%")
     assert run.interval(times(data=80)) is None
@@ -106,7 +106,7 @@ def test_advice_skips_the_first_interval_and_gives_each_kind_once() -> None:
 
 
 def test_advice_does_not_call_a_rank_slow_in_an_interval_with_compilation() -> None:
-    run = Run()
+    run = WatchedRun()
     slow = times(), times(forward=300)
     assert run.interval(*slow, graphs=1) is None
     assert run.interval(*slow, graphs=2) is None
@@ -115,7 +115,7 @@ def test_advice_does_not_call_a_rank_slow_in_an_interval_with_compilation() -> N
 
 
 def test_advice_on_a_gpu_that_is_idle_in_each_step_is_given() -> None:
-    run = Run()
+    run = WatchedRun()
     short = times(0.2)
     assert run.interval(short, idle=1.0) is None
     assert run.interval(short, idle=0.8) is None
@@ -130,8 +130,8 @@ def test_advice_on_a_gpu_that_is_idle_in_each_step_is_given() -> None:
 
 
 def test_advice_on_an_idle_gpu_is_omitted_if_a_phase_or_setting_explains_it() -> None:
-    run = Run()
+    run = WatchedRun()
     assert run.interval(idle=1.0) is None
     assert (run.interval(times(0.2, data=80), idle=1.0) or "").startswith("data")
-    run = Run(waits=True)
+    run = WatchedRun(waits=True)
     assert [run.interval(times(0.2), idle=1.0) for _ in range(3)] == [None] * 3

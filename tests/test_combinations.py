@@ -52,11 +52,11 @@ def problems(*conditions: str) -> tuple[str, ...]:
     return ()
 
 
-def cases(rules: Any) -> Any:
+def rule_cases(rules: Any) -> Any:
     return pytest.mark.parametrize("rule", [pytest.param(each, id=f"{each.setting}, {each.other}") for each in rules])
 
 
-@cases(BETWEEN_SETTINGS)
+@rule_cases(BETWEEN_SETTINGS)
 def test_excluding_rule_refuses_both_settings_and_accepts_each_alone(rule: Rule) -> None:
     words = (rule.setting.partition(" = ")[0], f"not supported with {rule.other.partition(' = ')[0]}", rule.instead)
 
@@ -68,7 +68,7 @@ def test_excluding_rule_refuses_both_settings_and_accepts_each_alone(rule: Rule)
     assert not refused(rule.other)
 
 
-@cases(NEEDS)
+@rule_cases(NEEDS)
 def test_needing_rule_refuses_the_setting_without_the_other(rule: Rule) -> None:
     words = (rule.setting.partition(" = ")[0], f"needs {rule.other.partition(' = ')[0]}", rule.instead)
 
@@ -80,7 +80,7 @@ def test_needing_rule_refuses_the_setting_without_the_other(rule: Rule) -> None:
     assert not refused(rule.other)
 
 
-@cases(WITH_EXTRAS)
+@rule_cases(WITH_EXTRAS)
 def test_rule_about_updates_or_closures_refuses_the_setting(rule: Rule) -> None:
     name, _, value = rule.setting.partition(" = ")
     *group, last = name.split(".")

@@ -15,7 +15,7 @@ from ddp_kit.torch_internals import compilations
 imports_the_compiler = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
-class Block(nn.Module):
+class NormedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
@@ -31,8 +31,8 @@ def compiled(model: nn.Module) -> list[str]:
 @pytest.mark.slow
 @imports_the_compiler
 def test_compile_blocks_compiles_only_the_repeated_blocks() -> None:
-    inner = nn.Sequential(Block(), Block())
-    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([Block(), Block()]), inner, nn.Linear(4, 1))
+    inner = nn.Sequential(NormedBlock(), NormedBlock())
+    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList([NormedBlock(), NormedBlock()]), inner, nn.Linear(4, 1))
     compile_in_place(model, "blocks")
     assert compiled(model) == ["1.0", "1.1", "2.0", "2.1"]
 
@@ -41,7 +41,7 @@ def test_compile_blocks_compiles_only_the_repeated_blocks() -> None:
 @imports_the_compiler
 @pytest.mark.parametrize(
     "model",
-    [nn.Sequential(Block(), nn.Linear(4, 1)), Block(), nn.Linear(4, 4)],
+    [nn.Sequential(NormedBlock(), nn.Linear(4, 1)), NormedBlock(), nn.Linear(4, 4)],
     ids=["container", "own-forward", "layer"],
 )
 def test_compile_model_compiles_the_whole_model_in_place(model: nn.Module) -> None:
@@ -58,12 +58,12 @@ def test_compile_blocks_of_a_model_without_repeated_blocks_is_refused() -> None:
         compile_in_place(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "blocks")
 
 
-def network() -> nn.Sequential:
+def blocks_and_head() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(4, 1))
+    return nn.Sequential(nn.Sequential(NormedBlock(), NormedBlock()), nn.Linear(4, 1))
 
 
-def trained(model: nn.Module, folder: Path, steps: int = 2) -> Trainer:
+def fitted_trainer(model: nn.Module, folder: Path, steps: int = 2) -> Trainer:
     config = TrainerConfig(global_batch_size=4, max_steps=steps, checkpoint={"dir": folder})
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     trainer = Trainer(model, adam, lambda model, x: model(x).mean(), config, callbacks=[EMA(0.5)])
@@ -85,23 +85,23 @@ class Graphs:
 @pytest.mark.slow
 @imports_the_compiler
 def test_model_compiled_by_the_user_has_the_names_of_the_plain_model(tmp_path: Path) -> None:
-    model, graphs = network(), Graphs()
+    model, graphs = blocks_and_head(), Graphs()
     compiled = torch.compile(model, backend=graphs)
-    trainer = trained(compiled, tmp_path)
+    trainer = fitted_trainer(compiled, tmp_path)
     assert trainer.model is model
     assert graphs.count, "it runs compiled, by the user's own backend"
     trainer._run.callbacks[0].apply_to(compiled)  # type: ignore[attr-defined]
-    for each in (network(), torch.compile(network(), backend="eager")):
+    for each in (blocks_and_head(), torch.compile(blocks_and_head(), backend="eager")):
         assert load_model(tmp_path, each).loaded == tuple(model.state_dict())  # type: ignore[arg-type]
-    resumed = trained(network(), tmp_path, steps=4)
+    resumed = fitted_trainer(blocks_and_head(), tmp_path, steps=4)
     assert resumed.step == 4
-    assert trained(torch.compile(network(), backend="eager"), tmp_path, steps=6).step == 6  # type: ignore[arg-type]
+    assert fitted_trainer(torch.compile(blocks_and_head(), backend="eager"), tmp_path, steps=6).step == 6  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 @imports_the_compiler
 def test_submodules_compiled_by_the_user_are_compiled_in_place() -> None:
-    model, graphs = network(), Graphs()
+    model, graphs = blocks_and_head(), Graphs()
     first = model[0][0]
     model[0][0] = model[0][1] = torch.compile(first, backend=graphs)
     model[1] = torch.compile(model[1], backend=graphs)
@@ -111,6 +111,6 @@ def test_submodules_compiled_by_the_user_are_compiled_in_place() -> None:
     with torch.no_grad():
         model(torch.ones(2, 4))
     assert graphs.count == 2
-    plain = network()
+    plain = blocks_and_head()
     assert without_wrappers(plain) is plain
     assert compiled(plain) == []

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_kit.structures import each_leaf, entries, tensors_in, with_copied_containers
-
-
-class Encoding(UserDict[str, Any]):
-    """As Hugging Face's BatchEncoding: a mapping that is not a dict, with a `to` method."""
-
-    def to(self, device: object) -> "Encoding":
-        return self
+from tests.support.toys import TensorEncoding
 
 
 @dataclass
@@ -29,13 +23,13 @@ BATCHES: list[Any] = [
     {"labels": X, "x": X},
     OrderedDict(labels=X, x=X),
     UserDict(labels=X, x=X),
-    Encoding(labels=X, x=X),
+    TensorEncoding(labels=X, x=X),
 ]
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
 def test_copied_containers_keep_the_original_batch_complete(batch: Any) -> None:
-    for whole in (batch, [batch], Record(batch), Encoding(inner=batch)):
+    for whole in (batch, [batch], Record(batch), TensorEncoding(inner=batch)):
         copied = with_copied_containers(whole)
         assert type(copied) is type(whole)
         inner = next(iter(vars(copied).values())) if isinstance(whole, Record) else copied

@@ -24,7 +24,7 @@ imports_the_compiler = pytest.mark.filterwarnings("ignore:.*torch.jit:Deprecatio
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
-class Block(nn.Module):
+class FeedForward(nn.Module):
     """Two layers, of which the first is large enough for "auto"."""
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Block(nn.Module):
         return out
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.Linear(16, 5))
+def float8_network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16), FeedForward(), FeedForward(), nn.Linear(16, 5))
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -59,14 +59,14 @@ def test_fp8_on_the_cpu_or_an_older_gpu_is_refused_with_an_alternative(monkeypat
         with pytest.raises(
             ConfigError, match=f"compute capability 8.9 or higher, such as L4 or H100; found: {found}"
         ) as e:
-            convert_linear_layers(network(), "auto", device)
+            convert_linear_layers(float8_network(), "auto", device)
         assert e.value.hint == "use precision='bf16'"
 
 
 def test_fp8_without_torchao_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 9))
     monkeypatch.setitem(sys.modules, "torchao", None)
-    model = network()
+    model = float8_network()
     with pytest.raises(ConfigError, match="needs torchao, which cannot be imported") as caught:
         convert_linear_layers(model, "auto", GPU)
     assert caught.value.hint == "run: pip install 'ddpkit[fp8]'"
@@ -107,7 +107,7 @@ def test_fp8_plan_is_that_of_bf16() -> None:
     ],
 )
 def test_fp8_layers_are_replaced_in_place_and_keep_their_parameters(layers: Sequence[str], expected: list[str]) -> None:
-    model = network()
+    model = float8_network()
     parameters, names = list(model.parameters()), list(model.state_dict())
     convert_linear_layers(model, layers, CPU)
     assert converted(model) == expected
@@ -135,7 +135,7 @@ def test_fp8_without_a_layer_to_convert_explains_why() -> None:
     with pytest.raises(ConfigError, match="the model itself is this layer"):
         convert_linear_layers(nn.Linear(16, 2048), ("*",), CPU)
     with pytest.raises(ConfigError, match="'1.upp', but the model Sequential has no such linear layer") as caught:
-        convert_linear_layers(network(), ("1.upp",), CPU)
+        convert_linear_layers(float8_network(), ("1.upp",), CPU)
     assert caught.value.hint == "did you mean '1.up'?"
 
 
@@ -147,7 +147,7 @@ ROWS = 7  # which 16 does not divide
 def gradients(precision: str, *, compiled: bool = False, memory: MemoryConfig | None = None) -> Tensor:
     """Of the same model and batch, in one tensor."""
     torch.manual_seed(0)
-    model, choice = copy.deepcopy(network()), Precision(precision, CPU)
+    model, choice = copy.deepcopy(float8_network()), Precision(precision, CPU)
     choice.prepare(model)
     if compiled:
         compile_in_place(model[1:3], "blocks")

@@ -24,49 +24,32 @@ from ddp_kit.distributed import consistency
 from ddp_kit.metrics import Mean
 from ddp_kit.trainer import model_flops
 from ddp_kit.trainer.model_flops import PeakRates
+from tests.support.toys import regression_data, sgd, small_network, squared_error, trainer_for, weighted_error
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = ["fp32", "tf32", "bf16", "fp16", "bf16-true"]
 GIB = 1024**3
 
 
-def data(samples: int = 4096) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(samples, 16, generator=generator)
-    return TensorDataset(x, x.sum(dim=1, keepdim=True))
-
-
-def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def weighted_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    return Loss(F.mse_loss(model(batch[0]), batch[1], reduction="sum"), weight=(batch[1] > -9).sum())
+DATA = regression_data(4096, 16)
 
 
 def weighted_on_host(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
     return Loss(F.mse_loss(model(batch[0]), batch[1], reduction="sum"), weight=torch.tensor(batch[1].numel()))
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
+def wide_network() -> nn.Module:
+    return small_network(16, 64)
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+SGD = sgd(0.05)
 
 
-def trainer_for(
-    loss: Any = mean_loss,
-    model: nn.Module | None = None,
-    make: Any = sgd,
-    callbacks: Any = (),
-    scheduler: Any = None,
-    **settings: Any,
+def gpu_trainer(
+    loss: Any = squared_error, model: Any = wide_network, make: Any = SGD, callbacks: Any = (), **named: Any
 ) -> Trainer:
-    config = TrainerConfig(global_batch_size=64, **settings)
-    return Trainer(model or network(), make, loss, config, callbacks=callbacks, scheduler=scheduler)
+    named = {"save": "background", "global_batch_size": 64, **named}
+    return trainer_for(None, *callbacks, model=model, loss_fn=loss, optimizer=make, **named)
 
 
 def test_batches_copied_ahead_to_a_gpu_are_complete() -> None:
@@ -88,10 +71,10 @@ def nothing_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("loss", [mean_loss, weighted_loss, weighted_on_host])
+@pytest.mark.parametrize("loss", [squared_error, weighted_error, weighted_on_host])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_host_does_not_wait_for_the_device_between_log_points(precision: str, loss: Any) -> None:
-    trainer = trainer_for(
+    trainer = gpu_trainer(
         loss,
         accumulation_steps=2,
         max_grad_norm=1.0,
@@ -101,7 +84,7 @@ def test_host_does_not_wait_for_the_device_between_log_points(precision: str, lo
         # GradScaler waits before the step of an optimizer that does not unscale gradients itself, as fused ones do.
         make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=precision == "fp16"),
     )
-    steps = trainer.steps(data())
+    steps = trainer.steps(DATA)
     for _ in range(3):  # the first steps allocate
         next(steps)
     with nothing_waits():
@@ -111,10 +94,10 @@ def test_host_does_not_wait_for_the_device_between_log_points(precision: str, lo
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_host_with_a_scheduler_does_not_wait_for_the_device(precision: str) -> None:
-    trainer = trainer_for(
+    trainer = gpu_trainer(
         log_every_steps=50, precision=precision, scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=100)
     )
-    steps = trainer.steps(data())
+    steps = trainer.steps(DATA)
     for _ in range(3):
         next(steps)
     with nothing_waits():
@@ -124,8 +107,8 @@ def test_host_with_a_scheduler_does_not_wait_for_the_device(precision: str) -> N
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_learns_on_a_gpu(precision: str) -> None:
-    trainer = trainer_for(precision=precision, epochs=4, data=DataConfig(prefetch_batches=2))
-    result = trainer.fit(data())
+    trainer = gpu_trainer(precision=precision, epochs=4, data=DataConfig(prefetch_batches=2))
+    result = trainer.fit(DATA)
     assert result.history[-1].loss < result.history[0].loss / 4
 
 
@@ -151,8 +134,8 @@ def test_counting_flops_on_a_gpu_does_not_change_training(precision: str, monkey
     ends = []
     for asked in (False, True):
         torch.manual_seed(0)
-        trainer = trainer_for(model=Attending(), precision=precision, mfu=asked, max_steps=6, log_every_steps=2)
-        result = trainer.fit(data())
+        trainer = gpu_trainer(model=Attending(), precision=precision, mfu=asked, max_steps=6, log_every_steps=2)
+        result = trainer.fit(DATA)
         ends.append({**trainer.model.state_dict(), "random": torch.cuda.get_rng_state()})
         found = [None if row.mfu is None else round(row.mfu * 1e12 / row.samples_per_second) for row in result.history]
         flops = 2 * 4 * 2 * 4 * 192 + 3 * (2 * 2 * 4 * 4 * 64 + 2 * 256)  # a sample has four tokens of four values
@@ -182,7 +165,7 @@ def test_fp8_learns_on_a_gpu_with_gradients_near_those_of_fp32(layers: Any, monk
     for precision in ("fp32", "fp8", "emulated"):
         monkeypatch.setenv("DDPKIT_EMULATE_FP8", "1" if precision == "emulated" else "0")
         torch.manual_seed(0)
-        result = trainer_for(
+        result = gpu_trainer(
             model=nn.Sequential(nn.Linear(16, 64), Wide(), Wide(), nn.Linear(64, 1)),
             make=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
             micro_batch_size=27,  # passes of 27, 27 and 10 rows, none of which 16 divides
@@ -191,7 +174,7 @@ def test_fp8_learns_on_a_gpu_with_gradients_near_those_of_fp32(layers: Any, monk
             max_steps=60,
             max_grad_norm=1e6,
             log_every_steps=1,
-        ).fit(data())
+        ).fit(DATA)
         rows[precision] = result.history
         norms[precision] = result.history[0].grad_norm
     assert norms["fp8"] == pytest.approx(norms["emulated"], rel=0.02), "the products are those that are emulated"
@@ -201,14 +184,14 @@ def test_fp8_learns_on_a_gpu_with_gradients_near_those_of_fp32(layers: Any, monk
 
 
 def test_prefetching_to_a_gpu_does_not_change_the_loss() -> None:
-    losses = [trainer_for(data=DataConfig(prefetch_batches=ahead)).fit(data()).loss for ahead in (0, 1, 5)]
+    losses = [gpu_trainer(data=DataConfig(prefetch_batches=ahead)).fit(DATA).loss for ahead in (0, 1, 5)]
     assert losses[0] == losses[1] == losses[2]
 
 
 def test_host_at_log_points_does_not_wait_and_no_row_is_lost() -> None:
-    trainer = trainer_for(log_every_steps=5, max_steps=40)
+    trainer = gpu_trainer(log_every_steps=5, max_steps=40)
     seen = []
-    steps = trainer.steps(data())
+    steps = trainer.steps(DATA)
     for _ in range(6):
         seen.append(next(steps))
     with nothing_waits():
@@ -216,11 +199,11 @@ def test_host_at_log_points_does_not_wait_and_no_row_is_lost() -> None:
             seen.append(next(steps))
     seen.extend(steps)
     assert [step.log.step for step in seen if step.log is not None] == [5, 10, 15, 20, 25, 30, 40]
-    assert trainer_for(log_every_steps=5, max_steps=40).fit(data()).history[-2].step == 35
+    assert gpu_trainer(log_every_steps=5, max_steps=40).fit(DATA).history[-2].step == 35
 
 
 def test_step_times_are_measured_on_the_device() -> None:
-    times = trainer_for(log_every_steps=10, epochs=2).fit(data()).history[-1].times
+    times = gpu_trainer(log_every_steps=10, epochs=2).fit(DATA).history[-1].times
     assert times.forward > 0
     assert times.backward > 0
     assert times.optimizer > 0
@@ -229,16 +212,16 @@ def test_step_times_are_measured_on_the_device() -> None:
 # --- exact ----------------------------------------------------------------------------------------------------------
 
 
-def by_hand(precision: str, steps: int) -> dict[str, Tensor]:
+def weights_by_hand(precision: str, steps: int) -> dict[str, Tensor]:
     """The loop that a good engineer writes, in this precision; the samples in their order."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    model, device = network().to("cuda"), torch.device("cuda", 0)
+    model, device = wide_network().to("cuda"), torch.device("cuda", 0)
     if precision == "bf16-true":
         model.to(torch.bfloat16)
-    optimizer = sgd(model.parameters())
+    optimizer = SGD(model.parameters())
     scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    x, y = data().tensors
+    x, y = DATA.tensors
     for step in range(steps):
         chosen = slice(64 * step, 64 * (step + 1))
         batch = [part[chosen].to(device, torch.bfloat16 if precision == "bf16-true" else None) for part in (x, y)]
@@ -254,9 +237,9 @@ def by_hand(precision: str, steps: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_steps_on_a_gpu_are_bitwise_those_of_a_loop_by_hand(precision: str) -> None:
-    expected = by_hand(precision, steps=20)
-    trainer = trainer_for(precision=precision, max_steps=20, data=DataConfig(shuffle=False))
-    trainer.fit(data())
+    expected = weights_by_hand(precision, steps=20)
+    trainer = gpu_trainer(precision=precision, max_steps=20, data=DataConfig(shuffle=False))
+    trainer.fit(DATA)
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(weight, expected[name]), f"{name} is off by {(weight - expected[name]).abs().max().item()}"
 
@@ -266,17 +249,17 @@ class InFloat64(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = network().double()
+        self.inner = wide_network().double()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.double())
 
 
-@pytest.mark.parametrize("loss", [mean_loss, weighted_loss])
+@pytest.mark.parametrize("loss", [squared_error, weighted_error])
 @pytest.mark.parametrize("sizes", [{}, {"micro_batch_size": 10}, {"accumulation_steps": 3}], ids=str)
 def test_gradient_on_a_gpu_is_that_of_the_global_batch(sizes: dict[str, int], loss: Any) -> None:
-    samples = data(150)  # the last step has 22
-    trainer = trainer_for(loss, InFloat64(), epochs=2, data=DataConfig(shuffle=False), **sizes)
+    samples = regression_data(150, 16)  # the last step has 22
+    trainer = gpu_trainer(loss, InFloat64(), epochs=2, data=DataConfig(shuffle=False), **sizes)
     trainer.fit(TensorDataset(*(part.double() for part in samples.tensors)))
     model = InFloat64().to("cuda")
     x, y = (part.double().to("cuda") for part in samples.tensors)
@@ -291,7 +274,7 @@ def test_gradient_on_a_gpu_is_that_of_the_global_batch(sizes: dict[str, int], lo
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
-class Noisy(nn.Module):
+class NoisyNetwork(nn.Module):
     """With everything that is random or counted on the device."""
 
     def __init__(self) -> None:
@@ -307,8 +290,8 @@ class Noisy(nn.Module):
 def test_resumed_run_on_a_gpu_ends_bitwise_like_an_undisturbed_one(precision: str, tmp_path: Path) -> None:
     def run(folder: Path, until: int) -> dict[str, Tensor]:
         ema = EMA(0.9)
-        trainer = trainer_for(
-            model=Noisy(),
+        trainer = gpu_trainer(
+            model=NoisyNetwork(),
             make=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
             callbacks=[ema],
             precision=precision,
@@ -317,7 +300,7 @@ def test_resumed_run_on_a_gpu_ends_bitwise_like_an_undisturbed_one(precision: st
             max_steps=until,
             checkpoint={"dir": folder},
         )
-        trainer.fit(data())
+        trainer.fit(DATA)
         assert trainer.step == until
         states = trainer.model.state_dict(), ema.model_state()
         return {f"{number}.{name}": each for number, state in enumerate(states) for name, each in state.items()}
@@ -343,10 +326,10 @@ def test_checkpoint_has_the_weights_of_its_step_while_the_device_continues(tmp_p
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 2048), nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 1))
     clones = Clones()
-    trainer = trainer_for(
+    trainer = gpu_trainer(
         model=model, callbacks=[clones], max_steps=8, checkpoint={"dir": tmp_path, "every_steps": 1, "keep_last": 8}
     )
-    trainer.fit(data())
+    trainer.fit(DATA)
     found = [each for each in checkpoints(tmp_path, hashes=True) if each.whole]
     assert len(found) == 8
     for each in found:
@@ -355,12 +338,12 @@ def test_checkpoint_has_the_weights_of_its_step_while_the_device_continues(tmp_p
 
 
 def test_evaluation_and_predictions_on_a_gpu_equal_those_of_the_cpu() -> None:
-    trainer = trainer_for()
-    found = trainer.evaluate(data(150))["loss"]
-    predicted = trainer.predict(TensorDataset(data(150).tensors[0]))
+    trainer = gpu_trainer()
+    found = trainer.evaluate(regression_data(150, 16))["loss"]
+    predicted = trainer.predict(TensorDataset(regression_data(150, 16).tensors[0]))
     with torch.no_grad():
-        x, y = data(150).tensors
-        output = network()(x)
+        x, y = regression_data(150, 16).tensors
+        output = wide_network()(x)
     assert found == pytest.approx(F.mse_loss(output, y).item(), rel=1e-4)
     torch.testing.assert_close(predicted, output, rtol=1e-4, atol=1e-4)
 
@@ -369,8 +352,8 @@ def test_evaluation_and_predictions_on_a_gpu_equal_those_of_the_cpu() -> None:
 
 
 def test_batches_are_copied_from_pinned_memory_on_a_separate_stream(tmp_path: Path) -> None:
-    trainer = trainer_for(log_every_steps=50)
-    steps = trainer.steps(data())
+    trainer = gpu_trainer(log_every_steps=50)
+    steps = trainer.steps(DATA)
     for _ in range(3):
         next(steps)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -388,7 +371,7 @@ def test_batches_are_copied_from_pinned_memory_on_a_separate_stream(tmp_path: Pa
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dataloader_workers_do_not_change_the_loss_on_a_gpu(workers: int) -> None:
-    losses = [trainer_for(data=DataConfig(num_workers=number)).fit(data()).loss for number in (0, workers)]
+    losses = [gpu_trainer(data=DataConfig(num_workers=number)).fit(DATA).loss for number in (0, workers)]
     assert losses[0] == losses[1]
 
 
@@ -445,17 +428,17 @@ def wide() -> nn.Module:
 def test_auto_micro_batch_size_is_found_where_gpu_memory_runs_out() -> None:
     settings = {"max_steps": 2, "data": DataConfig(shuffle=False)}
     config = TrainerConfig(global_batch_size=512, micro_batch_size="auto", **settings)
-    trainer = Trainer(wide(), sgd, mean_loss, config)
-    trainer.fit(data(2048))
+    trainer = Trainer(wide(), SGD, squared_error, config)
+    trainer.fit(regression_data(2048, 16))
     assert 8 <= trainer.batch_plan.micro_batch <= 256
     assert trainer.step == 2
 
 
 @pytest.mark.usefixtures("two_gib")
 def test_out_of_memory_error_has_advice_and_leaves_a_snapshot(tmp_path: Path) -> None:
-    trainer = Trainer(wide(), sgd, mean_loss, TrainerConfig(global_batch_size=512, profile={"dir": tmp_path}))
+    trainer = Trainer(wide(), SGD, squared_error, TrainerConfig(global_batch_size=512, profile={"dir": tmp_path}))
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.fit(data(2048))
+        trainer.fit(regression_data(2048, 16))
     (note,) = caught.value.__notes__
     assert 'micro_batch_size="auto"' in note
     assert (tmp_path / "rank0_out_of_memory.pickle").stat().st_size > 0
@@ -473,19 +456,19 @@ def test_device_transform_that_draws_on_the_gpu_does_not_depend_on_prefetching(s
     losses = []
     for ahead in (0, 1, 4):
         settings = DataConfig(prefetch_batches=ahead, device_transform=shaken, seed_samples=seed_samples)
-        losses.append(trainer_for(model=Noisy(), max_steps=20, data=settings).fit(data()).loss)
+        losses.append(gpu_trainer(model=NoisyNetwork(), max_steps=20, data=settings).fit(DATA).loss)
     assert losses[0] == losses[1] == losses[2]
 
 
 def test_device_transform_that_draws_on_the_gpu_resumes_bitwise(tmp_path: Path) -> None:
     def run(folder: Path, until: int) -> dict[str, Tensor]:
-        trainer = trainer_for(
-            model=Noisy(),
+        trainer = gpu_trainer(
+            model=NoisyNetwork(),
             max_steps=until,
             data=DataConfig(prefetch_batches=3, device_transform=shaken),
             checkpoint={"dir": folder},
         )
-        trainer.fit(data())
+        trainer.fit(DATA)
         return trainer.model.state_dict()
 
     expected = run(tmp_path / "undisturbed", 12)
@@ -501,8 +484,8 @@ def test_batches_of_every_loop_are_copied_on_the_same_stream() -> None:
         streams.add(torch.cuda.current_stream().cuda_stream)
         return batch
 
-    trainer = trainer_for(epochs=3, data=DataConfig(device_transform=noted, eval_device_transform=noted))
-    trainer.fit(data(640), data(128))
+    trainer = gpu_trainer(epochs=3, data=DataConfig(device_transform=noted, eval_device_transform=noted))
+    trainer.fit(regression_data(640, 16), regression_data(128, 16))
     assert len(streams) == 1
     assert torch.cuda.current_stream().cuda_stream not in streams
 
@@ -517,8 +500,8 @@ def test_transform_of_batches_already_on_the_gpu_sees_them_complete() -> None:
 
 def test_comparing_and_reducing_at_a_log_point_does_not_wait_for_the_device() -> None:
     device = torch.device("cuda", 0)
-    model = network().to(device)
-    optimizer = sgd(model.parameters())
+    model = wide_network().to(device)
+    optimizer = SGD(model.parameters())
     mean = Mean(device)
     with nothing_waits():
         row = consistency.row("all", optimizer, model.parameters(), device)
@@ -529,10 +512,10 @@ def test_comparing_and_reducing_at_a_log_point_does_not_wait_for_the_device() ->
 
 
 def test_predictions_of_a_dataset_are_not_kept_on_the_gpu() -> None:
-    trainer = trainer_for(model=nn.Linear(16, 1 << 16))
+    trainer = gpu_trainer(model=nn.Linear(16, 1 << 16))
     before = torch.cuda.memory_allocated()
-    trainer.predict(TensorDataset(data(64).tensors[0]))
+    trainer.predict(TensorDataset(regression_data(64, 16).tensors[0]))
     torch.cuda.reset_peak_memory_stats()
-    predicted = trainer.predict(TensorDataset(data(1024).tensors[0]))  # 256 MiB, in batches of 16 MiB
+    predicted = trainer.predict(TensorDataset(regression_data(1024, 16).tensors[0]))  # 256 MiB, in batches of 16 MiB
     assert not predicted.is_cuda
     assert torch.cuda.max_memory_allocated() - before < 128 << 20

@@ -22,7 +22,7 @@ from ddp_kit.checkpoint.format import (
 from ddp_kit.errors import CheckpointError
 
 
-def made(folder: Path, step: int, content: bytes = b"0123456789") -> Path:
+def written_checkpoint(folder: Path, step: int, content: bytes = b"0123456789") -> Path:
     path = folder / name_of(step)
     path.mkdir(parents=True)
     (path / "model.safetensors").write_bytes(content)
@@ -47,7 +47,7 @@ def rewrite(path: Path, **changes: object) -> None:
 
 def test_checkpoints_are_listed_newest_first_without_other_names(tmp_path: Path) -> None:
     for step in (9, 123456789, 10):
-        made(tmp_path, step)
+        written_checkpoint(tmp_path, step)
     for name in ("step-1", "notes", ".writing-step-00000011-aa", "step-00000012.old"):
         (tmp_path / name).mkdir()
     found = checkpoints(tmp_path, hashes=True)
@@ -74,7 +74,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "older": (lambda path: rewrite(path, format=1), "in format 1: this version of ddpkit reads format 2"),
     "not ours": (lambda path: (path / "manifest.json").write_text("{}"), "not a ddpkit checkpoint"),
     "no object": (lambda path: (path / "manifest.json").write_text("[1]"), "not a ddpkit checkpoint"),
-    "renamed": (lambda path: made(path.parent, 1).replace(path / "x") and _swap(path), "manifest.json belongs to"),
+    "renamed": (
+        lambda path: written_checkpoint(path.parent, 1).replace(path / "x") and _swap(path),
+        "manifest.json belongs to",
+    ),
 }
 
 
@@ -84,9 +87,9 @@ def _swap(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_newest_whole_skips_a_damaged_checkpoint_and_names_the_problem(kind: str, tmp_path: Path) -> None:
-    made(tmp_path, 5)
+    written_checkpoint(tmp_path, 5)
     damage, said = DAMAGE[kind]
-    damage(made(tmp_path, 6))
+    damage(written_checkpoint(tmp_path, 6))
     choice = newest_whole(tmp_path)
     assert choice.checkpoint is not None
     assert choice.checkpoint.step == 5
@@ -96,8 +99,8 @@ def test_newest_whole_skips_a_damaged_checkpoint_and_names_the_problem(kind: str
 
 
 def test_newest_whole_with_hashes_skips_a_flipped_bit(tmp_path: Path) -> None:
-    made(tmp_path, 5)
-    flip(made(tmp_path, 6) / "model.safetensors", 3)
+    written_checkpoint(tmp_path, 5)
+    flip(written_checkpoint(tmp_path, 6) / "model.safetensors", 3)
     assert newest_whole(tmp_path).checkpoint == replace(examine(tmp_path / name_of(6)))
     choice = newest_whole(tmp_path, hashes=True)
     assert choice.checkpoint == examine(tmp_path / name_of(5))
@@ -106,7 +109,7 @@ def test_newest_whole_with_hashes_skips_a_flipped_bit(tmp_path: Path) -> None:
 
 
 def test_examine_after_any_flipped_bit_of_the_manifest_reports_damage(tmp_path: Path) -> None:
-    path = made(tmp_path, 6) / "manifest.json"
+    path = written_checkpoint(tmp_path, 6) / "manifest.json"
     content = path.read_bytes()
     meaning = json.loads(content)
     for position in range(len(content)):
@@ -120,7 +123,7 @@ def test_examine_after_any_flipped_bit_of_the_manifest_reports_damage(tmp_path: 
 
 
 def test_examine_refuses_file_names_outside_the_folder(tmp_path: Path) -> None:
-    path = made(tmp_path, 6)
+    path = written_checkpoint(tmp_path, 6)
     outside = FileRecord("../step-00000006/model.safetensors", 10, "")
     (path / "manifest.json").write_text(Manifest(6, "", False, {}, (outside,)).text())
     assert examine(path).problem == "manifest.json is damaged"
@@ -143,5 +146,5 @@ def test_checkpoints_of_a_file_raise_error(tmp_path: Path) -> None:
 
 def test_examine_of_a_file_reports_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / name_of(7)).touch()
-    made(tmp_path, 5)
+    written_checkpoint(tmp_path, 5)
     assert [str(one.problem) for one in checkpoints(tmp_path)] == ["not a ddpkit checkpoint: it is a file", "None"]

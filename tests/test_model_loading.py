@@ -14,12 +14,13 @@ from ddp_kit import EMA, Callback, CheckpointError, ConfigError, Trainer, Traine
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.cli.export import run as export
 from ddp_kit.terminal import Terminal
+from tests.support.toys import same_state, sgd, state_of, trainer_for
 
 PATTERN = torch.Generator().manual_seed(1)
 DATA = TensorDataset(torch.randn(32, 4, generator=PATTERN), torch.randn(32, 4, generator=PATTERN))
 
 
-class Net(nn.Module):
+class TiedNetwork(nn.Module):
     """With buffers, tied weights and a state of its own that is no tensor."""
 
     def __init__(self) -> None:
@@ -47,35 +48,14 @@ class States(Callback):
         self.after: dict[int, dict[str, Any]] = {}
 
     def on_step(self, trainer: Any) -> None:
-        self.after[trainer.step] = copied(trainer.model)
+        self.after[trainer.step] = state_of(trainer.model)
 
 
-def copied(model: nn.Module) -> dict[str, Any]:
-    return {name: each.clone() if isinstance(each, Tensor) else each for name, each in model.state_dict().items()}
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(each, other[name]) if isinstance(each, Tensor) else each == other[name]
-        for name, each in one.items()
-    )
-
-
-def train(folder: Path, *callbacks: Callback, model: nn.Module | None = None, **checkpoint: Any) -> Trainer:
+def train_six_steps(folder: Path, *callbacks: Callback, model: Any = TiedNetwork, **checkpoint: Any) -> Trainer:
     """Six steps, evaluated after every second; the best is the first by default."""
-    torch.manual_seed(0)
-    best = {"every_steps": 1, "keep_last": 9, "best_metric": "loss", "best_mode": "max"}
-    trainer = Trainer(
-        model or Net(),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.3),
-        lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
-        TrainerConfig(
-            max_steps=6,
-            global_batch_size=8,
-            eval_every_steps=2,
-            checkpoint={"dir": folder, "save": "blocking", **best, **checkpoint},  # type: ignore[arg-type]
-        ),
-        callbacks=[*callbacks],
+    checkpoint = {"every_steps": 1, "keep_last": 9, "best_metric": "loss", "best_mode": "max", **checkpoint}
+    trainer = trainer_for(
+        folder, *callbacks, model=model, optimizer=sgd(0.3), max_steps=6, eval_every_steps=2, checkpoint=checkpoint
     )
     trainer.fit(DATA, DATA)
     return trainer
@@ -87,34 +67,34 @@ def quiet(*words: object) -> None:
 
 def test_load_model_loads_the_newest_the_best_or_a_named_checkpoint(tmp_path: Path) -> None:
     states = States()
-    trainer = train(tmp_path / "run", states)
+    trainer = train_six_steps(tmp_path / "run", states)
     for path, which, step in (("run", "newest", 6), ("run", "best", 2), (f"run/{name_of(3)}", "newest", 3)):
-        model = Net()
+        model = TiedNetwork()
         parameters = [*model.parameters()]
         result = load_model(tmp_path / path, model, which=which)  # type: ignore[arg-type]
         assert (result.step, result.path, result.matches) == (step, tmp_path / "run" / name_of(step), True)
-        assert same(model.state_dict(), states.after[step])
+        assert same_state(model.state_dict(), states.after[step])
         assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
         assert model.two.weight is model.one.weight
-    assert same(trainer.model.state_dict(), states.after[6])
+    assert same_state(trainer.model.state_dict(), states.after[6])
     with pytest.raises(ConfigError, match="which='best' needs a run's checkpoint folder"):
-        load_model(tmp_path / "run" / name_of(3), Net(), which="best")
+        load_model(tmp_path / "run" / name_of(3), TiedNetwork(), which="best")
 
 
 @pytest.mark.parametrize("shards", [(), ("--max-shard-size", "100B")], ids=["one file", "shards"])
 def test_load_model_loads_exported_files(shards: tuple[str, ...], tmp_path: Path) -> None:
     states = States()
-    train(tmp_path / "run", states)
+    train_six_steps(tmp_path / "run", states)
     target = tmp_path / "model.safetensors"
     quiet(tmp_path / "run", target, "--best", *shards)
     if shards:
         with pytest.raises(CheckpointError, match=r"(?s)cannot be read.*model.safetensors.index.json"):
-            load_model(target, Net())
+            load_model(target, TiedNetwork())
         target = tmp_path / "model.safetensors.index.json"
-    model = Net()
+    model = TiedNetwork()
     result = load_model(target, model, strict=False)
     assert result.missing == ("_extra_state",)  # it is no tensor
-    assert same(model.state_dict() | {"_extra_state": 0}, states.after[2] | {"_extra_state": 0})
+    assert same_state(model.state_dict() | {"_extra_state": 0}, states.after[2] | {"_extra_state": 0})
 
 
 def test_load_model_accepts_a_file_with_one_name_of_a_tied_weight(tmp_path: Path) -> None:
@@ -143,24 +123,24 @@ class Compiled(nn.Module):
 
 
 def test_load_model_into_a_compiled_model_ignores_its_prefix(tmp_path: Path) -> None:
-    trained = train(tmp_path / "run").model.state_dict()
-    model = Compiled(Net())
+    trained = train_six_steps(tmp_path / "run").model.state_dict()
+    model = Compiled(TiedNetwork())
     assert load_model(tmp_path / "run", model).matches
-    assert same(model._orig_mod.state_dict(), trained)
+    assert same_state(model._orig_mod.state_dict(), trained)
 
 
 def test_load_model_lists_mismatches_and_strict_changes_nothing(tmp_path: Path) -> None:
     saved = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 4), gone=nn.Identity()))
-    train(tmp_path, model=saved)
+    train_six_steps(tmp_path, model=saved)
     model = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=nn.Linear(4, 2), extra=nn.Linear(2, 2)))
     del model.body.bias
     model.body.register_parameter("bias", None)
-    before = copied(model)
+    before = state_of(model)
     with pytest.raises(CheckpointError) as raised:
         load_model(tmp_path, model)
     for words in ("missing: extra.weight, extra.bias", "unexpected: body.bias", "head.weight [4, 4] -> [2, 4]"):
         assert words in str(raised.value)
-    assert same(model.state_dict(), before)
+    assert same_state(model.state_dict(), before)
     result = load_model(tmp_path, model, strict=False)
     assert (result.loaded, result.missing, result.unexpected, result.mismatched, result.matches) == (
         ("body.weight",),
@@ -177,27 +157,27 @@ def test_load_model_lists_mismatches_and_strict_changes_nothing(tmp_path: Path) 
 
 
 def test_load_model_converts_values_to_the_dtype_of_the_model(tmp_path: Path) -> None:
-    trainer = train(tmp_path)
-    model = Net().bfloat16()
+    trainer = train_six_steps(tmp_path)
+    model = TiedNetwork().bfloat16()
     load_model(tmp_path, model)
     assert torch.equal(model.one.weight, trainer.model.one.weight.bfloat16())
 
 
 def test_load_model_skips_or_refuses_a_damaged_checkpoint(tmp_path: Path, said: list[str]) -> None:
-    train(tmp_path)
+    train_six_steps(tmp_path)
     for step in (6, 2):
         file = tmp_path / name_of(step) / "model.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.write_bytes(content)
-    model = Net()
+    model = TiedNetwork()
     assert load_model(tmp_path, model).step == 5
     assert any("checkpoint skipped" in line and "its hash differs" in line for line in said)
-    before = copied(model)
+    before = state_of(model)
     for words in ({"which": "best"}, {"path": tmp_path / name_of(6)}):
         with pytest.raises(CheckpointError, match="its hash differs"):
             load_model(**{"path": tmp_path, **words}, model=model)  # type: ignore[arg-type]
-    assert same(model.state_dict(), before)
+    assert same_state(model.state_dict(), before)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +194,12 @@ def test_load_model_from_a_file_without_weights_raises_error(content: bytes | No
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(CheckpointError, match=why):
-            load_model(tmp_path / name, Net())
+            load_model(tmp_path / name, TiedNetwork())
     (tmp_path / "m.safetensors.index.json").write_text('{"weight_map": {"a": "../m.safetensors"}}')
     with pytest.raises(CheckpointError, match="not name files in the same folder"):
-        load_model(tmp_path / "m.safetensors.index.json", Net())
+        load_model(tmp_path / "m.safetensors.index.json", TiedNetwork())
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        load_model(tmp_path / "nowhere", Net())
+        load_model(tmp_path / "nowhere", TiedNetwork())
 
 
 def test_load_model_into_a_meta_model_is_refused(tmp_path: Path) -> None:
@@ -234,20 +214,20 @@ def test_load_model_into_a_meta_model_is_refused(tmp_path: Path) -> None:
 
 def test_load_model_with_ema_loads_the_average(tmp_path: Path, said: list[str]) -> None:
     ema = EMA(0.5)
-    trainer = train(tmp_path / "run", EMA(0.9), ema)
-    model = Net()
+    trainer = train_six_steps(tmp_path / "run", EMA(0.9), ema)
+    model = TiedNetwork()
     load_model(tmp_path / "run", model)
-    assert same(model.state_dict(), trainer.model.state_dict())
+    assert same_state(model.state_dict(), trainer.model.state_dict())
     assert any("ema=True" in line for line in said)
     load_model(tmp_path / "run", model, ema=True)
     expected = ema.model_state()
-    assert same(model.state_dict(), expected)
+    assert same_state(model.state_dict(), expected)
     quiet(tmp_path / "run", tmp_path / "average.safetensors", "--ema")
     exported = safetensors.torch.load_file(tmp_path / "average.safetensors")
     assert exported.keys() == expected.keys() - {"_extra_state", "two.weight"}  # the tied name is in the metadata
     assert all(torch.equal(value, expected[name]) for name, value in exported.items())
     assert not torch.equal(exported["one.weight"], trainer.model.one.weight)
-    train(tmp_path / "plain")
+    train_six_steps(tmp_path / "plain")
     with pytest.raises(ConfigError, match="has no average"):
         load_model(tmp_path / "plain", model, ema=True)
 
@@ -263,10 +243,10 @@ def test_load_model_best_loads_the_weights_of_the_best_evaluation(
         def on_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
             evaluated[trainer.step] = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
 
-    train(tmp_path, *([EMA(0.5)] if averaged else []), KeepsWeights(), best_mode=mode)
-    model = Net()
+    train_six_steps(tmp_path, *([EMA(0.5)] if averaged else []), KeepsWeights(), best_mode=mode)
+    model = TiedNetwork()
     assert load_model(tmp_path, model, which="best", ema=averaged).step == step
-    assert same(dict(model.named_parameters()), evaluated[step])
+    assert same_state(dict(model.named_parameters()), evaluated[step])
 
 
 class Recorded(nn.Module):

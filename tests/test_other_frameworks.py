@@ -103,7 +103,7 @@ def problems_of(make: Any, *values: Any, **named: Any) -> tuple[str, ...]:
     return caught.value.problems
 
 
-def trainer(**named: Any) -> Trainer:
+def idle_trainer(**named: Any) -> Trainer:
     torch.manual_seed(0)
     return Trainer(nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters), lambda model, batch: batch, **named)
 
@@ -147,7 +147,7 @@ def test_name_of_another_framework_is_refused_with_its_equivalent(name: str, ans
 
 def test_unknown_arguments_of_trainer_are_listed_with_equivalents() -> None:
     given = {"max_epochs": 3, "args": None, "epochs": 3, "metric": {}, "train_dataset": [1], "frob": 1}
-    assert problems_of(trainer, **given) == (
+    assert problems_of(idle_trainer, **given) == (
         "max_epochs = 3: there is no such argument; use epochs",
         "args = None: there is no such argument; pass settings as a TrainerConfig: "
         "`Trainer(..., config=TrainerConfig(epochs=3))`",
@@ -156,7 +156,7 @@ def test_unknown_arguments_of_trainer_are_listed_with_equivalents() -> None:
         "train_dataset = [1]: there is no such argument; pass the data to `trainer.fit(train_data, eval_data)`",
         "frob = 1: there is no such argument; help(ddp_kit.TrainerConfig) lists the settings",
     )
-    made = trainer()
+    made = idle_trainer()
     for call in (made.fit, made.steps, made.evaluate, made.predict):
         (problem,) = problems_of(call, torch.ones(2, 1), ckpt_path="last")
         assert problem == "ckpt_path = 'last': there is no such argument; use checkpoint.resume"
@@ -179,7 +179,7 @@ def attribute(path: str, of: object) -> object:
     return of
 
 
-def check(code: str) -> None:
+def check_exists(code: str) -> None:
     """Raise an error unless the code names something that exists, and settings that are accepted."""
     if code.startswith("ddpkit "):
         _, command, *words = code.split()
@@ -196,7 +196,7 @@ def check(code: str) -> None:
     if name in (*_setting_names(TrainerConfig), *TrainerConfig.model_fields):
         assert called is tree
     elif name.startswith("trainer."):
-        attribute(name.removeprefix("trainer."), trainer())
+        attribute(name.removeprefix("trainer."), idle_trainer())
     elif name.startswith("Callback."):
         attribute(name.removeprefix("Callback."), ddp_kit.Callback)
     elif name.startswith("torch."):
@@ -206,7 +206,7 @@ def check(code: str) -> None:
         assert not unknown
         for each in tree.keywords:
             if isinstance(each.value, ast.Call):
-                check(ast.unparse(each.value))
+                check_exists(ast.unparse(each.value))
     elif name == "TrainerConfig":
         eval(code, {"TrainerConfig": TrainerConfig})
     else:
@@ -216,7 +216,7 @@ def check(code: str) -> None:
 
 @pytest.mark.parametrize("code", CODE)
 def test_code_in_an_answer_exists(code: str) -> None:
-    check(code)
+    check_exists(code)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_code_in_an_answer_exists(code: str) -> None:
 )
 def test_check_of_answers_finds_code_that_does_not_exist(code: str) -> None:
     with pytest.raises((AssertionError, AttributeError, ConfigError)):
-        check(code)
+        check_exists(code)
 
 
 def test_other_frameworks_module_is_imported_only_for_an_unknown_name() -> None:

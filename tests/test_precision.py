@@ -18,6 +18,7 @@ from ddp_kit.model.precision import Precision
 from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.torch_internals import join_overflow_flags
 from tests.support.reads import Reads
+from tests.support.toys import TensorEncoding
 
 CPU = torch.device("cpu")
 
@@ -190,7 +191,9 @@ def mean_output(model: nn.Module, batch: Tensor) -> Tensor:
     return found
 
 
-def trained(model: nn.Module, train_data: object, loss_fn: object = mean_output, **settings: object) -> Trainer:
+def trained_one_step(
+    model: nn.Module, train_data: object, loss_fn: object = mean_output, **settings: object
+) -> Trainer:
     config = TrainerConfig(precision="bf16-true", global_batch_size=4, max_steps=1, **settings)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, config)
     trainer.fit(train_data)
@@ -201,7 +204,7 @@ def test_precision_bf16_true_keeps_buffers_except_statistics_of_norms() -> None:
     model = Positional()
     model.as_table = False
     table = model.table
-    trained(model, torch.randn(8, 4))
+    trained_one_step(model, torch.randn(8, 4))
     assert model.table is table
     assert len(model.table.unique()) == 1000
     assert model.norm.running_mean.dtype == model.linear.weight.dtype == torch.bfloat16
@@ -209,7 +212,7 @@ def test_precision_bf16_true_keeps_buffers_except_statistics_of_norms() -> None:
 
 def test_precision_bf16_true_converts_named_buffers() -> None:
     model = Positional()
-    trained(model, torch.randn(8, 4), bf16_buffers=("tab*",))
+    trained_one_step(model, torch.randn(8, 4), bf16_buffers=("tab*",))
     assert model.table.dtype == torch.bfloat16
 
 
@@ -217,7 +220,7 @@ def test_precision_with_an_unknown_buffer_name_suggests_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match="bf16_buffers names 'tables', but the model Positional has no such"
     ) as caught:
-        trained(Positional(), torch.randn(8, 4), bf16_buffers=("tables",))
+        trained_one_step(Positional(), torch.randn(8, 4), bf16_buffers=("tables",))
     assert caught.value.hint == "did you mean 'table'?"
 
 
@@ -225,10 +228,10 @@ def test_precision_bf16_true_explains_an_error_of_mixed_dtypes() -> None:
     with pytest.raises(
         LossError, match=r"several dtypes: .* weights are bfloat16, and the buffers table keep"
     ) as caught:
-        trained(Positional(), torch.randn(8, 4))
+        trained_one_step(Positional(), torch.randn(8, 4))
     assert "bf16_buffers" in caught.value.hint
     with pytest.raises(LossError, match="weights are bfloat16, and the batch keep"):
-        trained(nn.Linear(4, 1), torch.randn(8, 4), bf16_inputs=False)
+        trained_one_step(nn.Linear(4, 1), torch.randn(8, 4), bf16_inputs=False)
 
 
 def test_precision_with_bf16_inputs_off_leaves_inputs_unchanged() -> None:
@@ -239,7 +242,9 @@ def test_precision_with_bf16_inputs_off_leaves_inputs_unchanged() -> None:
         return mean_output(model, batch[0].bfloat16())
 
     positions = torch.arange(1000.0).expand(4, -1)
-    trained(nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.randn(4, 4), positions), loss_fn, bf16_inputs=False)
+    trained_one_step(
+        nn.Linear(4, 1), torch.utils.data.TensorDataset(torch.randn(4, 4), positions), loss_fn, bf16_inputs=False
+    )
     assert torch.equal(seen[0], positions)
 
 
@@ -266,7 +271,7 @@ def test_precision_bf16_true_warns_once_of_rounded_whole_numbers(values: Tensor,
 
 
 def test_precision_bf16_true_checks_the_first_batch_for_whole_numbers(said: list[str]) -> None:
-    trained(nn.Linear(4, 1), torch.arange(5001.0, 5033.0).view(8, 4))
+    trained_one_step(nn.Linear(4, 1), torch.arange(5001.0, 5033.0).view(8, 4))
     assert sum("rounds whole numbers" in line for line in said) == 1
     with pytest.raises(ConfigError, match="bf16_inputs = False needs precision = 'bf16-true', but precision = 'bf16'"):
         TrainerConfig(precision="bf16", bf16_inputs=False)
@@ -275,27 +280,19 @@ def test_precision_bf16_true_checks_the_first_batch_for_whole_numbers(said: list
 # --- Containers of bf16-true ------------------------------------------------------------------------------------------
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
-    """As Hugging Face's BatchEncoding, whose `to` takes only a device."""
-
-    def to(self, device: Any) -> "Encoding":
-        self.data = {name: value.to(device) for name, value in self.data.items()}
-        return self
-
-
 class NamedDict(dict):  # type: ignore[type-arg]
     def to(self, device: Any) -> "NamedDict":
         return NamedDict({name: value.to(device) for name, value in self.items()})
 
 
 @dataclass
-class Sample:
+class TokenSample:
     x: Tensor
     ids: Tensor
 
 
 @dataclass
-class Movable(Sample):
+class Movable(TokenSample):
     def to(self, device: Any) -> "Movable":
         return replace(self, x=self.x.to(device), ids=self.ids.to(device))
 
@@ -326,15 +323,15 @@ CONTAINERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "list": lambda x, ids: [x, ids],
     "tuple": lambda x, ids: (x, ids),
     "namedtuple": Pair,
-    "dataclass": Sample,
+    "dataclass": TokenSample,
     "UserDict": lambda x, ids: UserDict(x=x, ids=ids),
     "OrderedDict": lambda x, ids: OrderedDict(x=x, ids=ids),
-    "Encoding": lambda x, ids: Encoding(x=x, ids=ids),
+    "TensorEncoding": lambda x, ids: TensorEncoding(x=x, ids=ids),
     "NamedDict": lambda x, ids: NamedDict(x=x, ids=ids),
     "Movable": Movable,  # type: ignore[dict-item]
     "BatchFeature": feature,
     "BatchEncoding": encoding,
-    "nested": lambda x, ids: Encoding(x=Movable(x, ids), ids=ids),
+    "nested": lambda x, ids: TensorEncoding(x=Movable(x, ids), ids=ids),
 }
 
 
@@ -360,7 +357,7 @@ def test_precision_bf16_true_converts_floats_in_containers_and_no_integers(name:
         kinds.append((type(batch), x.dtype, ids.dtype))
         return model(x).mean()
 
-    trained(nn.Linear(4, 1), given, loss, data={"collate_fn": collated})
+    trained_one_step(nn.Linear(4, 1), given, loss, data={"collate_fn": collated})
     assert kinds == [(type(collated(given[:1])), torch.bfloat16, torch.int64)]
 
 
@@ -368,7 +365,7 @@ def test_precision_bf16_true_converts_a_packed_sequence() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch)[1].mean()
 
-    trained(nn.GRU(4, 1), [torch.randn(3, 4)] * 8, loss, data={"collate_fn": pack_sequence})
+    trained_one_step(nn.GRU(4, 1), [torch.randn(3, 4)] * 8, loss, data={"collate_fn": pack_sequence})
 
 
 def test_precision_bf16_true_names_the_class_of_objects_that_it_cannot_convert() -> None:
@@ -379,17 +376,19 @@ def test_precision_bf16_true_names_the_class_of_objects_that_it_cannot_convert()
         return model(batch.x).mean()
 
     with pytest.raises(LossError, match="tensors in objects of the class Graph in the batch keep their dtype\n.*") as e:
-        trained(nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph})
+        trained_one_step(nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph})
     assert "or in a function data.device_transform, which gets each batch" in e.value.hint
 
     def converted(batch: Graph) -> Graph:
         return Graph(batch.x.bfloat16(), batch.ids)
 
-    trained(nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph, "device_transform": converted})
+    trained_one_step(
+        nn.Linear(4, 1), torch.randn(8, 4), loss, data={"collate_fn": graph, "device_transform": converted}
+    )
 
 
 def test_precision_bf16_true_checks_whole_numbers_inside_containers_with_a_method_to(said: list[str]) -> None:
-    Precision("bf16-true", CPU).check_batch(Encoding(x=torch.arange(1000.0)))
+    Precision("bf16-true", CPU).check_batch(TensorEncoding(x=torch.arange(1000.0)))
     assert sum("rounds whole numbers" in line for line in said) == 1
 
 

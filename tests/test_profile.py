@@ -18,7 +18,7 @@ def recorder(folder: Path, steps: tuple[int, int] | None = (2, 3), rank: int = 0
     return Recorder(ProfileConfig(steps=steps, dir=folder, **settings), rank)
 
 
-def train(recording: Recorder, first: int = 1, last: int = 5, fails_in: int = 0) -> None:
+def record_steps(recording: Recorder, first: int = 1, last: int = 5, fails_in: int = 0) -> None:
     try:
         for number in range(first, last + 1):
             recording.before_step(number)
@@ -31,7 +31,7 @@ def train(recording: Recorder, first: int = 1, last: int = 5, fails_in: int = 0)
         recording.close()
 
 
-def recorded(path: Path) -> list[str]:
+def recorded_steps(path: Path) -> list[str]:
     """The names of the steps in a trace."""
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
@@ -43,22 +43,22 @@ def names(folder: Path) -> list[str]:
 
 
 def test_profile_records_exactly_the_chosen_steps(tmp_path: Path, lines: list[str]) -> None:
-    train(recorder(tmp_path / "traces"))
+    record_steps(recorder(tmp_path / "traces"))
     path = tmp_path / "traces" / "rank0_steps2-3.json.gz"
     assert names(tmp_path / "traces") == [path.name]
-    assert recorded(path) == ["step 2", "step 3"]
+    assert recorded_steps(path) == ["step 2", "step 3"]
     assert lines == [f"INFO profile: wrote {path} (open it at ui.perfetto.dev)"]
 
 
 def test_profile_trace_has_shapes(tmp_path: Path) -> None:
-    train(recorder(tmp_path))
+    record_steps(recorder(tmp_path))
     with gzip.open(tmp_path / "rank0_steps2-3.json.gz") as file:
         shapes = [event.get("args", {}).get("Input Dims") for event in json.load(file)["traceEvents"]]
     assert [[3, 7], [7, 2]] in shapes
 
 
 def test_profile_trace_marks_each_step_and_has_python_functions(tmp_path: Path) -> None:
-    train(recorder(tmp_path))
+    record_steps(recorder(tmp_path))
     with gzip.open(tmp_path / "rank0_steps2-3.json.gz") as file:
         trace = json.load(file)
     marks = [event for event in trace["traceEvents"] if str(event.get("name")).startswith("ProfilerStep#")]
@@ -68,7 +68,7 @@ def test_profile_trace_marks_each_step_and_has_python_functions(tmp_path: Path) 
         if event.get("cat") == "cpu_op" and event["name"] == "aten::mm":
             assert any(mark["ts"] <= event["ts"] <= mark["ts"] + mark["dur"] for mark in marks)
     functions = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "python_function"]
-    assert any(name.endswith(": train") for name in functions)
+    assert any(name.endswith(": record_steps") for name in functions)
 
 
 @pytest.mark.parametrize(("ranks", "recording"), [((0,), {0}), ((1, 2), {1, 2}), (None, {0, 1, 2})])
@@ -76,40 +76,40 @@ def test_profile_is_recorded_by_the_chosen_ranks(
     tmp_path: Path, ranks: tuple[int, ...] | None, recording: set[int]
 ) -> None:
     for rank in range(3):
-        train(recorder(tmp_path, rank=rank, ranks=ranks))
+        record_steps(recorder(tmp_path, rank=rank, ranks=ranks))
     assert names(tmp_path) == [f"rank{rank}_steps2-3.json.gz" for rank in sorted(recording)]
 
 
 def test_profile_without_steps_records_nothing(tmp_path: Path) -> None:
-    train(recorder(tmp_path / "traces", steps=None))
+    record_steps(recorder(tmp_path / "traces", steps=None))
     assert not (tmp_path / "traces").exists()
 
 
 def test_profile_of_a_run_that_ends_in_the_window_is_written(tmp_path: Path) -> None:
-    train(recorder(tmp_path, steps=(2, 100)), last=3)
-    assert recorded(tmp_path / "rank0_steps2-3.json.gz") == ["step 2", "step 3"]
+    record_steps(recorder(tmp_path, steps=(2, 100)), last=3)
+    assert recorded_steps(tmp_path / "rank0_steps2-3.json.gz") == ["step 2", "step 3"]
 
 
 def test_profile_of_a_run_that_fails_in_the_window_is_written(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the user's own"):
-        train(recorder(tmp_path, steps=(2, 100)), fails_in=2)
-    assert recorded(tmp_path / "rank0_steps2-2.json.gz") == ["step 2"]
+        record_steps(recorder(tmp_path, steps=(2, 100)), fails_in=2)
+    assert recorded_steps(tmp_path / "rank0_steps2-2.json.gz") == ["step 2"]
     assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def test_profile_of_a_run_resumed_in_the_window_records_the_rest(tmp_path: Path) -> None:
-    train(recorder(tmp_path, steps=(2, 4)), first=3)
-    assert recorded(tmp_path / "rank0_steps3-4.json.gz") == ["step 3", "step 4"]
+    record_steps(recorder(tmp_path, steps=(2, 4)), first=3)
+    assert recorded_steps(tmp_path / "rank0_steps3-4.json.gz") == ["step 3", "step 4"]
 
 
 def test_profile_of_a_run_resumed_after_the_window_records_nothing(tmp_path: Path) -> None:
-    train(recorder(tmp_path), first=4)
+    record_steps(recorder(tmp_path), first=4)
     assert names(tmp_path) == []
 
 
 def test_profile_is_skipped_while_the_users_profiler_runs(tmp_path: Path, lines: list[str]) -> None:
     with profile() as own:
-        train(recorder(tmp_path))
+        record_steps(recorder(tmp_path))
     assert {"step 1", "step 2", "step 5"} <= {event.key for event in own.key_averages()}
     assert names(tmp_path) == []
     assert lines == ["WARNING profile: step 2 is not recorded: another torch profiler is running"]
@@ -122,7 +122,7 @@ def test_profiler_that_does_not_start_does_not_end_the_run(
         raise RuntimeError("no CUPTI")
 
     monkeypatch.setattr(profile, "start", refuse)
-    train(recorder(tmp_path))
+    record_steps(recorder(tmp_path))
     assert lines == ["WARNING profile: step 2 cannot be recorded: no CUPTI"]
 
 
@@ -137,7 +137,7 @@ def test_profile_folder_that_cannot_be_written_is_an_error_before_training(tmp_p
 def test_profile_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, lines: list[str]) -> None:
     recording = recorder(tmp_path / "traces")
     (tmp_path / "traces").rmdir()
-    train(recording)
+    record_steps(recording)
     assert len(lines) == 1
     assert lines[0].startswith("WARNING profile: no trace was written to ")
 

@@ -12,7 +12,7 @@ from ddp_kit.checkpoint.format import Box, boxes_of, overlap, split_box
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
-def numbers(shape: tuple[int, ...]) -> np.ndarray:
+def numbered(shape: tuple[int, ...]) -> np.ndarray:
     """Each value is its place in row-major order."""
     return np.arange(math.prod(shape)).reshape(shape)
 
@@ -25,7 +25,7 @@ def within(box: Box) -> tuple[slice, ...]:
 def test_boxes_of_a_range_are_few_and_have_its_values_in_order(shape: tuple[int, ...], random: Random) -> None:
     begin, end = sorted(random.choices(range(math.prod(shape) + 1), k=2))
     boxes = boxes_of(shape, (end - begin,), (begin,), flat=True)
-    values = [value for box in boxes for value in numbers(shape)[within(box)].reshape(-1)]
+    values = [value for box in boxes for value in numbered(shape)[within(box)].reshape(-1)]
     assert values == [*range(begin, end)]
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
@@ -35,8 +35,8 @@ def test_split_box_yields_blocks_in_order_below_the_limit(shape: tuple[int, ...]
     ends = [sorted(random.choices(range(size + 1), k=2)) for size in shape]
     box = Box(*map(tuple, zip(*ends, strict=True))) if shape else Box((), ())
     found = [*split_box(box, most)] if 0 not in box.shape else []
-    values = [value for block in found for value in numbers(shape)[within(block)].reshape(-1)]
-    assert values == [*numbers(shape)[within(box)].reshape(-1)]
+    values = [value for block in found for value in numbered(shape)[within(block)].reshape(-1)]
+    assert values == [*numbered(shape)[within(box)].reshape(-1)]
     assert all(math.prod(block.shape) <= most for block in found)
 
 

@@ -52,16 +52,16 @@ class Texts(Dataset[Tensor]):
         return 1 + torch.arange(self.lengths[index]) % 5
 
 
-def loss_fn(model: nn.Module, batch: Tensor) -> Loss:
+def token_loss(model: nn.Module, batch: Tensor) -> Loss:
     losses = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten(), ignore_index=0, reduction="sum")
     return Loss(losses, (batch > 0).sum())
 
 
-def trained(folder: Path, **settings: Any) -> Trainer:
+def trained_on_tokens(folder: Path, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(6, 4), nn.Dropout(0.2), nn.Linear(4, 6)).double()
     config = TrainerConfig(checkpoint={"dir": folder}, accumulation_steps=2, **settings)
-    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), token_loss, config)
     loader = DataLoader(
         Texts(),
         batch_sampler=TokenBatchSampler(Texts.lengths, 24),
@@ -72,8 +72,8 @@ def trained(folder: Path, **settings: Any) -> Trainer:
 
 
 def test_token_batches_run_resumes_bitwise(tmp_path: Path) -> None:
-    whole = trained(tmp_path / "whole", epochs=2)
-    trained(tmp_path / "split", max_steps=whole.step // 2 + 1)
-    rest = trained(tmp_path / "split", epochs=2)
+    whole = trained_on_tokens(tmp_path / "whole", epochs=2)
+    trained_on_tokens(tmp_path / "split", max_steps=whole.step // 2 + 1)
+    rest = trained_on_tokens(tmp_path / "split", epochs=2)
     assert rest.step == whole.step
     assert all(map(torch.equal, rest.model.parameters(), whole.model.parameters()))

@@ -26,7 +26,7 @@ show_without_traceback(rank={rank})
 MISTAKE = "raise errors.ConfigError('no', 'yes')"
 
 
-def started(rank: int, what: str, tmp_path: Path, attempt: int | None = None) -> "subprocess.Popen[str]":
+def started_rank(rank: int, what: str, tmp_path: Path, attempt: int | None = None) -> "subprocess.Popen[str]":
     """A rank of a launcher's attempt; None: without a launcher."""
     script = tmp_path / f"user{rank}.py"
     script.write_text(RAISE.format(rank=rank, what=what))
@@ -41,7 +41,7 @@ def folder_of(rank: int, tmp_path: Path, attempt: int) -> Path:
     return folder
 
 
-def said(process: "subprocess.Popen[str]") -> str:
+def errors_of(process: "subprocess.Popen[str]") -> str:
     try:
         _, errors = process.communicate(timeout=seconds(120))
     finally:
@@ -50,8 +50,8 @@ def said(process: "subprocess.Popen[str]") -> str:
     return errors
 
 
-def ended(rank: int, what: str, tmp_path: Path, attempt: int | None = None) -> str:
-    return said(started(rank, what, tmp_path, attempt))
+def errors_of_rank(rank: int, what: str, tmp_path: Path, attempt: int | None = None) -> str:
+    return errors_of(started_rank(rank, what, tmp_path, attempt))
 
 
 def note_of(rank: int, tmp_path: Path, attempt: int = 0) -> tuple[str, bool, bool]:
@@ -61,16 +61,16 @@ def note_of(rank: int, tmp_path: Path, attempt: int = 0) -> tuple[str, bool, boo
 
 
 def test_uncaught_mistake_is_shown_with_its_place_and_without_a_traceback(tmp_path: Path) -> None:
-    errors = ended(0, "raise errors.DataError('the dataset is empty', 'check the path')", tmp_path)
+    errors = errors_of_rank(0, "raise errors.DataError('the dataset is empty', 'check the path')", tmp_path)
     assert errors == "ddpkit: error at user0.py:5: the dataset is empty\n  hint: check the path\n"
 
 
 def test_uncaught_mistake_without_a_launcher_is_shown_by_each_rank(tmp_path: Path) -> None:
-    assert ended(2, MISTAKE, tmp_path).startswith("ddpkit: error (rank 2) at user2.py:5: no\n")
+    assert errors_of_rank(2, MISTAKE, tmp_path).startswith("ddpkit: error (rank 2) at user2.py:5: no\n")
 
 
 def test_uncaught_exception_of_the_user_keeps_its_traceback(tmp_path: Path) -> None:
-    errors = ended(0, "raise KeyError('x')", tmp_path)
+    errors = errors_of_rank(0, "raise KeyError('x')", tmp_path)
     assert "Traceback" in errors
     assert "KeyError: 'x'" in errors
 
@@ -78,8 +78,8 @@ def test_uncaught_exception_of_the_user_keeps_its_traceback(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_uncaught_mistake_of_several_ranks_is_printed_once_per_attempt(tmp_path: Path) -> None:
     for attempt in range(2):
-        processes = [started(rank, MISTAKE, tmp_path, attempt) for rank in range(4)]
-        assert [text.count("ddpkit: error") for text in sorted(map(said, processes))] == [0, 0, 0, 1]
+        processes = [started_rank(rank, MISTAKE, tmp_path, attempt) for rank in range(4)]
+        assert [text.count("ddpkit: error") for text in sorted(map(errors_of, processes))] == [0, 0, 0, 1]
         assert [note_of(rank, tmp_path, attempt) for rank in range(4)] == [("ConfigError: no", False, True)] * 4
 
 
@@ -92,15 +92,15 @@ raise error"""
 
 
 def test_uncaught_mistake_is_printed_by_the_rank_with_the_cause(tmp_path: Path) -> None:
-    assert ended(0, FOUND_BY_ANOTHER, tmp_path, 0) == ""
-    assert "worker 2 has ended" in ended(1, OF_ONE_RANK, tmp_path, 0)
+    assert errors_of_rank(0, FOUND_BY_ANOTHER, tmp_path, 0) == ""
+    assert "worker 2 has ended" in errors_of_rank(1, OF_ONE_RANK, tmp_path, 0)
     assert note_of(0, tmp_path) == ("LossError: rank 1 cannot continue", True, True)
     assert note_of(1, tmp_path) == ("DataError: worker 2 has ended", False, False), "the verdict repeats it"
 
 
 def test_uncaught_mistake_without_the_attempts_folder_is_still_shown(tmp_path: Path) -> None:
     gone = f"import os\nos.environ['{ERROR_FILE}'] = '{tmp_path}/attempt_0/0/error.json'\n"
-    assert "ddpkit: error" in ended(0, gone + MISTAKE, tmp_path)
+    assert "ddpkit: error" in errors_of_rank(0, gone + MISTAKE, tmp_path)
 
 
 def raised_in_fit(error: BaseException) -> BaseException:
@@ -149,7 +149,7 @@ def test_ctrl_c_without_checkpoints_prints_one_line(
 
 def test_uncaught_mistake_is_shown_with_its_notes(tmp_path: Path) -> None:
     what = "error = errors.DataError('no', 'yes')\nerror.add_note('found at once')\nraise error"
-    assert ended(0, what, tmp_path).splitlines()[1:] == ["  hint: yes", "  found at once"]
+    assert errors_of_rank(0, what, tmp_path).splitlines()[1:] == ["  hint: yes", "  found at once"]
 
 
 @pytest.mark.parametrize(
@@ -215,4 +215,4 @@ def test_exit_of_a_process_that_the_worker_has_started_is_not_recorded(tmp_path:
     env = clean_environment({ERROR_FILE: str(tmp_path / "error.json")})
     command = [sys.executable, PROGRAMS / "exits_after_its_child.py"]
     worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
-    assert said(worker) == "OUTSIDE EXITING\n"
+    assert errors_of(worker) == "OUTSIDE EXITING\n"

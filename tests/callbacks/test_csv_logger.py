@@ -23,7 +23,7 @@ FIELDS = [
 ]
 
 
-def rows(path: Path) -> list[dict[str, str]]:
+def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         read = list(csv.DictReader(file, restkey="too many", restval="too few"))
     assert not any("too many" in row or "too few" in row.values() for row in read)
@@ -39,7 +39,7 @@ def test_csv_logger_writes_a_row_per_log_point_and_evaluation(
 ) -> None:
     path = tmp_path / "logs" / "run.csv"
     result = build(CSVLogger(path)).fit(train_data, eval_data)
-    written = rows(path)
+    written = read_csv(path)
     assert header(path) == ",".join(["event", "step", *FIELDS, "eval_loss", "eval_absolute"])
     assert [(row["event"], row["step"]) for row in written] == [
         ("train", "2"), ("train", "4"), ("eval", "4"), ("train", "6"), ("train", "8"), ("eval", "8"),
@@ -61,7 +61,7 @@ def test_csv_logger_of_a_resumed_run_appends_its_rows(
     before = path.read_text()
     build(CSVLogger(path)).fit(train_data, eval_data)
     assert path.read_text().startswith(before)
-    assert len(rows(path)) == 12
+    assert len(read_csv(path)) == 12
 
 
 def test_csv_logger_with_new_columns_keeps_the_positions_of_the_old(
@@ -70,7 +70,7 @@ def test_csv_logger_with_new_columns_keeps_the_positions_of_the_old(
     path = tmp_path / "run.csv"
     path.write_text("event,step,eval_accuracy,loss\neval,4,0.5,\ntrain,6,,0.25\n")
     build(CSVLogger(path)).fit(train_data)
-    written = rows(path)
+    written = read_csv(path)
     assert header(path).startswith("event,step,eval_accuracy,loss,epoch,")
     assert written[0]["eval_accuracy"] == "0.5"
     assert (written[1]["loss"], written[1]["epoch"]) == ("0.25", "")
@@ -81,7 +81,7 @@ def test_csv_logger_removes_the_unfinished_row_of_a_killed_run(build: Build, tra
     path = tmp_path / "run.csv"
     path.write_text("event,step,loss\ntrain,2,0.5\ntrain,4,0.1")
     build(CSVLogger(path), max_steps=2).fit(train_data)
-    assert [(row["step"], row["loss"] == "0.1") for row in rows(path)] == [("2", False), ("2", False)]
+    assert [(row["step"], row["loss"] == "0.1") for row in read_csv(path)] == [("2", False), ("2", False)]
 
 
 def test_csv_logger_whose_file_is_deleted_starts_a_new_one(build: Build, train_data: Any, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_csv_logger_whose_file_is_deleted_starts_a_new_one(build: Build, train_d
         if step.number == 6:
             path.unlink()
     assert header(path) == ",".join(["event", "step", *FIELDS])
-    assert [row["step"] for row in rows(path)] == ["8"]
+    assert [row["step"] for row in read_csv(path)] == ["8"]
 
 
 def test_csv_logger_refuses_a_file_that_is_not_a_log(tmp_path: Path) -> None:
@@ -107,4 +107,6 @@ def test_csv_logger_flattens_nested_records_into_columns(build: Build, tmp_path:
     outer = make_dataclass("Grown", [("step", int), ("part", inner), ("memory", "int | None")])
     path = tmp_path / "run.csv"
     CSVLogger(path).on_log(build(), outer(3, inner(0.5, 'a "b", c'), None))
-    assert rows(path) == [{"event": "train", "step": "3", "part.forward": "0.5", "part.note": 'a "b", c', "memory": ""}]
+    assert read_csv(path) == [
+        {"event": "train", "step": "3", "part.forward": "0.5", "part.note": 'a "b", c', "memory": ""}
+    ]

@@ -11,7 +11,7 @@ from ddp_kit import ConfigError, EarlyStopping, Trainer
 Build = Callable[..., Trainer]
 
 
-class Run:
+class StubTrainer:
     """As much of a Trainer as is needed to tell it values that no real run would give."""
 
     step = 0
@@ -23,7 +23,7 @@ class Run:
 
 def stopped_after(stopping: EarlyStopping, values: list[float]) -> int | None:
     """The number of evaluations after which it stopped, if it did."""
-    run = Run()
+    run = StubTrainer()
     stopping.on_fit_start(run)
     for number, value in enumerate(values, 1):
         stopping.on_evaluate(run, {"loss": value})

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import EMA, Callback, ConfigError, Trainer
+from tests.support.toys import parameters_of
 
 Build = Callable[..., Trainer]
 
@@ -24,10 +25,6 @@ class TorchsOwn(Callback):
         if self.averaged is None:
             self.averaged = AveragedModel(trainer.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.averaged.update_parameters(trainer.model)
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -57,7 +54,7 @@ def test_ema_decay_can_be_a_function_of_the_step(build: Build, train_data: Tenso
 
     class Keeps(Callback):
         def on_step(self, trainer: Trainer) -> None:
-            seen.append(weights(trainer.model))
+            seen.append(parameters_of(trainer.model))
 
     build(ema := EMA(decay), Keeps()).fit(train_data)
     average = seen[0]
@@ -108,7 +105,7 @@ class FailsAt(Callback):
         self.before: list[Tensor] = []
 
     def on_step(self, trainer: Trainer) -> None:
-        self.before = weights(trainer.model)
+        self.before = parameters_of(trainer.model)
 
     def on_evaluate_start(self, trainer: Trainer) -> None:
         if trainer.step == self.step:

@@ -13,7 +13,7 @@ from ddp_kit import ConfigError, JSONLinesLogger, Trainer
 Build = Callable[..., Trainer]
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
@@ -25,7 +25,7 @@ def test_json_lines_logger_writes_a_row_per_log_point_and_evaluation(
 ) -> None:
     path = tmp_path / "logs" / "run.jsonl"
     result = build(JSONLinesLogger(path)).fit(train_data, eval_data)
-    written = rows(path)
+    written = read_json_lines(path)
     assert [(row["event"], row["step"]) for row in written] == [
         ("train", 2), ("train", 4), ("eval", 4), ("train", 6), ("train", 8), ("eval", 8),
     ]  # fmt: skip
@@ -43,14 +43,16 @@ def test_json_lines_logger_writes_nan_and_inf_as_null(build: Build, tmp_path: Pa
     path = tmp_path / "run.jsonl"
     trainer = build()
     JSONLinesLogger(path).on_evaluate(trainer, {"loss": float("nan"), "high": float("inf"), "low": -float("inf")})
-    assert rows(path) == [{"event": "eval", "step": 0, "eval_loss": None, "eval_high": None, "eval_low": None}]
+    assert read_json_lines(path) == [
+        {"event": "eval", "step": 0, "eval_loss": None, "eval_high": None, "eval_low": None}
+    ]
 
 
 def test_json_lines_logger_of_a_resumed_run_appends_its_rows(build: Build, train_data: Any, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text('{"event": "train", "step": 1, "loss": 0.5}\n{"event": "train", "st')
     build(JSONLinesLogger(path)).fit(train_data)
-    assert [row["step"] for row in rows(path)] == [1, 2, 4, 6, 8]
+    assert [row["step"] for row in read_json_lines(path)] == [1, 2, 4, 6, 8]
 
 
 def test_json_lines_logger_refuses_a_file_that_is_not_a_log(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
 """What `on_gradients` gets, and when; its effect at every placement is in end_to_end/test_hooks.py."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_kit import Callback, ConfigError, Gradients, Loss, Trainer, TrainerConfig, Update
+from tests.support.toys import small_network, squared_error, trainer_for
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = [
@@ -17,18 +17,9 @@ DATA = [
 ]
 
 
-def weighted(model: nn.Module, batch: tuple[Tensor, ...]) -> Loss:
+def error_with_weights(model: nn.Module, batch: tuple[Tensor, ...]) -> Loss:
     x, y, weight = batch
     return Loss(((model(x) - y).square().squeeze(1) * weight).sum(), weight=weight.sum())
-
-
-def plain(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 class Seen(Callback):
@@ -43,24 +34,19 @@ class Seen(Callback):
         self.norms.append(gradients.norms())
 
 
-def trainer_for(
-    callback: Callback, loss_fn: Any = plain, make: Callable[..., Any] | None = None, **settings: Any
-) -> Any:
-    config = TrainerConfig(**({"max_steps": 1, "global_batch_size": 8, "log_every_steps": 1} | settings))
-    make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    return Trainer(network(), make, loss_fn, config, callbacks=[callback])
+one_step_trainer = partial(trainer_for, None, max_steps=1, log_every_steps=1)
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"accumulation_steps": 4}, {"precision": "fp16"}, {"memory": {"offload": "optimizer"}}]
 )
-@pytest.mark.parametrize("loss_fn", [weighted, plain])
+@pytest.mark.parametrize("loss_fn", [error_with_weights, squared_error])
 def test_on_gradients_gets_the_gradient_of_the_global_batch_before_clipping(
     loss_fn: Any, settings: dict[str, Any]
 ) -> None:
     callback = Seen()
-    result = trainer_for(callback, loss_fn, max_grad_norm=0.01, **settings).fit(DATA)
-    model = network()
+    result = one_step_trainer(callback, loss_fn=loss_fn, max_grad_norm=0.01, **settings).fit(DATA)
+    model = small_network()
     value = loss_fn(model, tuple(torch.stack(each) for each in zip(*DATA, strict=True)))
     (value.loss / value.weight if isinstance(value, Loss) else value).backward()
     expected = {name: each.grad for name, each in model.named_parameters()}
@@ -88,8 +74,8 @@ def test_clipping_uses_the_gradients_that_the_callback_has_changed() -> None:
             assert gradients.norms().keys() == {"0.weight", "0.bias"}
 
     seen = Seen()
-    trainer_for(seen).fit(DATA)
-    trainer = trainer_for(Half(), max_grad_norm=0.01)
+    one_step_trainer(seen).fit(DATA)
+    trainer = one_step_trainer(Half(), max_grad_norm=0.01)
     before = {name: each.clone() for name, each in trainer.model.state_dict().items()}
     result = trainer.fit(DATA)
     expected = {"0.weight": seen.calls[0]["0.weight"] * 0.5, "0.bias": seen.calls[0]["0.bias"]}
@@ -101,8 +87,8 @@ def test_clipping_uses_the_gradients_that_the_callback_has_changed() -> None:
 
 
 def test_on_gradients_of_each_update_gets_the_gradients_of_its_parameters() -> None:
-    callback, model = Seen(), network()
-    updates = [Update(name, plain, torch.optim.SGD(model[int(name)].parameters(), lr=0.1)) for name in "02"]  # type: ignore[index]
+    callback, model = Seen(), small_network()
+    updates = [Update(name, squared_error, torch.optim.SGD(model[int(name)].parameters(), lr=0.1)) for name in "02"]  # type: ignore[index]
     config = TrainerConfig(max_steps=2, global_batch_size=8)
     Trainer(model, updates=updates, config=config, callbacks=[callback]).fit(DATA)
     assert [[*each] for each in callback.calls] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]] * 2
@@ -110,16 +96,16 @@ def test_on_gradients_of_each_update_gets_the_gradients_of_its_parameters() -> N
 
 def test_on_gradients_is_called_for_each_evaluation_of_a_closure() -> None:
     callback = Seen()
-    trainer_for(callback, make=lambda parameters: torch.optim.LBFGS(parameters, max_iter=3)).fit(DATA)
+    one_step_trainer(callback, optimizer=lambda parameters: torch.optim.LBFGS(parameters, max_iter=3)).fit(DATA)
     assert len(callback.calls) > 1
     assert not torch.equal(callback.calls[0]["2.bias"], callback.calls[1]["2.bias"])
 
 
 def test_on_gradients_set_on_the_instance_is_called() -> None:
     callback, calls = Callback(), []
-    assert trainer_for(callback)._run.on_gradients is None
+    assert one_step_trainer(callback)._run.on_gradients is None
     callback.on_gradients = lambda trainer, gradients: calls.append([*gradients])  # type: ignore[method-assign]
-    trainer_for(callback).fit(DATA)
+    one_step_trainer(callback).fit(DATA)
     assert len(calls) == 1
 
 
@@ -129,7 +115,7 @@ def test_save_in_on_gradients_waits_for_the_end_of_the_step(tmp_path: Any) -> No
             trainer.save()
             assert not [*tmp_path.glob("step-*")]
 
-    trainer_for(Saves(), checkpoint={"dir": tmp_path}).fit(DATA)
+    one_step_trainer(Saves(), checkpoint={"dir": tmp_path}).fit(DATA)
     assert [each.name for each in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
@@ -147,4 +133,4 @@ def test_callback_with_an_event_of_another_framework_names_the_event_to_use(name
     with pytest.raises(
         ConfigError, match=f"Ported has a method {name}, but there is no such event\n  hint: use {answer}"
     ):
-        trainer_for(kind())
+        one_step_trainer(kind())

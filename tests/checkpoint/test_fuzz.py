@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, Trainer, TrainerConfig, load_model
+from ddp_kit import EMA, Trainer, load_model
 from ddp_kit.checkpoint.format import MANIFEST, PIECES, STATE, TENSORS, Hasher, checkpoints, name_of
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
@@ -29,6 +29,7 @@ from ddp_kit.cli.export import run as export
 from ddp_kit.errors import CheckpointError, DdpKitError
 from ddp_kit.state_values import Piece
 from ddp_kit.terminal import Terminal
+from tests.support.toys import mean_square, small_network, trainer_for
 
 SECONDS = 10.0
 ROOM = 512 << 20
@@ -68,7 +69,7 @@ WANTED = {
 }
 
 
-def spread(writer: int) -> dict[str, Any]:
+def pieces_of_writer(writer: int) -> dict[str, Any]:
     """What one of three ranks holds: columns, a range of values, and a part of something that only has 0 and 1."""
     begin, end = [(0, 4), (4, 5), (5, 10)][writer]
     first, last = [(0, 11), (11, 35), (35, 60)][writer]
@@ -89,7 +90,7 @@ def saved_in_pieces(folder: Path) -> Path:
         ]
         token = savers[0].begin(1)
         for writer in (2, 1, 0):
-            savers[writer].save(1, spread(writer), token=token)
+            savers[writer].save(1, pieces_of_writer(writer), token=token)
     return folder / name_of(1)
 
 
@@ -205,22 +206,25 @@ def restored(folder: Path, files: dict[str, bytes]) -> None:
         (folder / name).write_bytes(content)
 
 
-def network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+def normalised_network() -> torch.nn.Sequential:
+    return small_network(2, 3, torch.nn.BatchNorm1d(3))
 
 
-def trainer(folder: Path, trainable_only: bool = False) -> Trainer:
-    model = network()
-    model[0].requires_grad_(not trainable_only)  # type: ignore[index]
-    checkpoint = {"dir": folder, "best_metric": "loss", "trainable_only": trainable_only}
-    return Trainer(
-        model,
-        lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.1),
-        lambda placed, batch: placed(batch[0]).square().mean(),
-        TrainerConfig(global_batch_size=4, max_steps=2, checkpoint=checkpoint),  # type: ignore[arg-type]
+def averaging_trainer(folder: Path, trainable_only: bool = False) -> Trainer:
+    model = normalised_network()
+    model[0].requires_grad_(not trainable_only)
+    return trainer_for(
+        folder,
+        EMA(),
+        model=model,
+        loss_fn=mean_square,
+        optimizer=lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.1),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
-        callbacks=[EMA()],
+        global_batch_size=4,
+        max_steps=2,
+        best_metric="loss",
+        trainable_only=trainable_only,
+        save="background",
     )
 
 
@@ -228,9 +232,9 @@ def fuzz(folder: Path, seconds: float, seed: int) -> Counter[str]:
     """What came of so many seconds; in a process whose memory is limited."""
     with Saver(folder / "plain", keep_last=1, background=False) as saver:
         saver.save(1, a_state())
-    run = trainer(folder / "run")
+    run = averaging_trainer(folder / "run")
     run.fit(TensorDataset(torch.randn(8, 2)))
-    trainer(folder / "small", trainable_only=True).fit(TensorDataset(torch.randn(8, 2)))
+    averaging_trainer(folder / "small", trainable_only=True).fit(TensorDataset(torch.randn(8, 2)))
     plain, pieces, trained, small = (
         folder / "plain" / name_of(1),
         saved_in_pieces(folder / "pieces"),
@@ -265,7 +269,7 @@ def fuzz(folder: Path, seconds: float, seed: int) -> Counter[str]:
                 Terminal({}, lambda _: None),
             )
         with contextlib.suppress(DdpKitError):
-            load_model(path, network(), strict=seed % 3 == 0, ema=seed % 5 == 0)
+            load_model(path, normalised_network(), strict=seed % 3 == 0, ema=seed % 5 == 0)
         (folder / "model.safetensors").unlink(missing_ok=True)
         restored(path, before[path])
         if path is trained:
@@ -299,7 +303,7 @@ def test_many_changed_files_are_refused_with_a_message(tmp_path: Path) -> None:
 # By name -------------------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path) -> Path:
+def saved_checkpoint(folder: Path) -> Path:
     with Saver(folder, keep_last=1, background=False) as saver:
         saver.save(1, a_state())
     return folder / name_of(1)
@@ -342,12 +346,12 @@ def with_value(path: Path, value: Any) -> Path:
 )
 def test_load_of_a_value_that_no_save_writes_is_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load(with_value(saved(tmp_path), value))
+        load(with_value(saved_checkpoint(tmp_path), value))
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", ".hidden", "a/b", "a\n", MANIFEST, "", 7])
 def test_load_with_a_file_name_outside_the_folder_is_refused(name: Any, tmp_path: Path) -> None:
-    path = saved(tmp_path)
+    path = saved_checkpoint(tmp_path)
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"][0]["name"] = name
     agree(path, manifest)
@@ -356,7 +360,7 @@ def test_load_with_a_file_name_outside_the_folder_is_refused(name: Any, tmp_path
 
 
 def test_load_refuses_links_pipes_and_endless_files_unread(tmp_path: Path) -> None:
-    path = saved(tmp_path / "runs")
+    path = saved_checkpoint(tmp_path / "runs")
     for name in (MANIFEST, STATE, "model.safetensors"):
         (path / name).rename(tmp_path / "kept")
         for made in (
@@ -377,7 +381,7 @@ def test_load_refuses_links_pipes_and_endless_files_unread(tmp_path: Path) -> No
 
 
 def test_load_of_a_header_with_overlaps_or_gaps_is_refused(tmp_path: Path) -> None:
-    path = saved(tmp_path)
+    path = saved_checkpoint(tmp_path)
     file = path / "arrays.safetensors"
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")

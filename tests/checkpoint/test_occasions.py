@@ -1,16 +1,17 @@
 """Each occasion for a save has one method of `Checkpoints`: whether it saves, and when."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import CheckpointError, Trainer, TrainerConfig
+from ddp_kit import CheckpointError
 from ddp_kit.checkpoint.manager import Checkpoints
 from ddp_kit.checkpoint.saver import Saver
+from tests.support.toys import linear_layer, mean_square, trainer_for
 
 OCCASIONS: dict[str, tuple[Callable[[Checkpoints], None], int, int]] = {
     # how often it saves a step that is not saved, and one that is
@@ -25,14 +26,9 @@ OCCASIONS: dict[str, tuple[Callable[[Checkpoints], None], int, int]] = {
 }
 
 
-def trainer(folder: Path | None) -> Trainer:
-    torch.manual_seed(0)
-    return Trainer(
-        nn.Linear(2, 1),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        lambda model, batch: model(batch[0]).square().mean(),
-        TrainerConfig(global_batch_size=4, checkpoint={"dir": folder, "save": "blocking", "best_metric": "loss"}),
-    )
+line_trainer = partial(
+    trainer_for, model=partial(linear_layer, 2), loss_fn=mean_square, global_batch_size=4, best_metric="loss"
+)
 
 
 @pytest.fixture
@@ -54,7 +50,7 @@ def test_occasion_saves_a_step_again_only_if_its_state_may_have_changed(
     occasion: str, tmp_path: Path, saves: list[int]
 ) -> None:
     act, unsaved, saved = OCCASIONS[occasion]
-    checkpoints = trainer(tmp_path)._run.checkpoints
+    checkpoints = line_trainer(tmp_path)._run.checkpoints
     checkpoints.after_evaluation({"loss": 1.0})
     saves.clear()
     checkpoints._saved_step = -1
@@ -72,7 +68,7 @@ def test_occasion_in_a_callback_saves_once_at_the_end_of_the_step(
     occasion: str, tmp_path: Path, saves: list[int]
 ) -> None:
     act, _, _ = OCCASIONS[occasion]
-    run = trainer(tmp_path)._run
+    run = line_trainer(tmp_path)._run
     with run.state.callbacks:
         act(run.checkpoints)
         act(run.checkpoints)
@@ -83,17 +79,17 @@ def test_occasion_in_a_callback_saves_once_at_the_end_of_the_step(
 
 
 def test_stop_unlocks_the_folder_for_the_next_run(tmp_path: Path) -> None:
-    first = trainer(tmp_path)
+    first = line_trainer(tmp_path)
     for _ in first.steps(TensorDataset(torch.randn(8, 2))):
         with pytest.raises(CheckpointError, match="another Trainer in this process"):
-            trainer(tmp_path)
+            line_trainer(tmp_path)
         first._run.checkpoints.at_stop()
-        assert trainer(tmp_path).step == 1
+        assert line_trainer(tmp_path).step == 1
         break
 
 
 def test_request_without_a_folder_is_refused_even_in_a_callback() -> None:
-    run = trainer(None)._run
+    run = line_trainer(None)._run
     with run.state.callbacks, pytest.raises(CheckpointError, match=r"checkpoint\.dir is not set"):
         run.checkpoints.on_request()
     run.checkpoints.after_evaluation({"loss": 0.5})

@@ -90,7 +90,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
 def test_saved_tensor_of_any_layout_loads_bitwise_identical(tensor: torch.Tensor, tmp_path: Path, same: Same) -> None:
-    saved(tmp_path, {"part": {"a": tensor, "b": [tensor.clone()]}})
+    save_state(tmp_path, {"part": {"a": tensor, "b": [tensor.clone()]}})
     back = load(tmp_path / name_of(1))
     assert same(back, {"part": {"a": tensor.detach(), "b": [tensor.detach()]}})
 
@@ -112,18 +112,18 @@ def test_saved_tensor_of_any_dtype_loads_bitwise_identical(tmp_path: Path, same:
             if not tensor.is_quantized:
                 tensors[f"{dtype} {shape}"] = tensor
     assert len(tensors) > 60
-    saved(tmp_path, {"part": tensors})
+    save_state(tmp_path, {"part": tensors})
     assert same(load(tmp_path / name_of(1))["part"], tensors)
 
 
-def saved(folder: Path, state: dict[str, Any]) -> None:
+def save_state(folder: Path, state: dict[str, Any]) -> None:
     with Saver(folder, keep_last=1, background=False) as saver:
         saver.save(1, state)
 
 
 def test_saved_tied_tensors_are_stored_once_and_load_tied(tmp_path: Path, same: Same) -> None:
     weight = torch.randn(1000)
-    saved(tmp_path, {"model": {"embed": weight, "head": weight.view(1000), "half": weight[:500]}, "ema": [weight]})
+    save_state(tmp_path, {"model": {"embed": weight, "head": weight.view(1000), "half": weight[:500]}, "ema": [weight]})
     back = load(tmp_path / name_of(1))
     assert back["model"]["embed"] is back["model"]["head"] is back["ema"][0]
     assert same(back["model"]["half"], weight[:500])
@@ -134,7 +134,7 @@ def test_saved_tied_tensors_are_stored_once_and_load_tied(tmp_path: Path, same: 
 def test_saved_tensors_whose_paths_are_equal_load_separately(tmp_path: Path, same: Same) -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__metadata__": torch.ones(2), 1: torch.ones(3),
              "1": torch.ones(4), "a.b#2": torch.ones(5)}  # fmt: skip
-    saved(tmp_path, {"part": state})
+    save_state(tmp_path, {"part": state})
     assert same(load(tmp_path / name_of(1))["part"], state)
 
 

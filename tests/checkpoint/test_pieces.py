@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8]
 WHOLE = torch.arange(35.0).reshape(5, 7)
 
 
-def save(folder: Path, states: list[dict[str, Any]]) -> Path:
+def save_states(folder: Path, states: list[dict[str, Any]]) -> Path:
     """One state of each writer; what is no piece is that of the first one."""
     with ExitStack() as opened:
         savers = [
@@ -47,7 +47,7 @@ def flat(tensor: torch.Tensor, begin: int, end: int) -> Piece:
     return Piece(tensor.reshape(-1)[begin:end], tuple(tensor.shape), (begin,), flat=True)
 
 
-def spread(tensor: torch.Tensor, ranks: int, random: Random) -> list[Value]:
+def spread_tensor(tensor: torch.Tensor, ranks: int, random: Random) -> list[Value]:
     """A tensor as each of some ranks may hold it: whole on all, a range, or boxes cut in any dimensions."""
     kind = random.choice(["replicated", "ranges", "boxes"])
     if kind == "replicated":
@@ -87,12 +87,12 @@ def test_load_of_pieces_under_another_division_is_exact(
         str(number): torch.tensor([random.randrange(2) for _ in range(math.prod(shape))]).reshape(shape).to(dtype)
         for number, (shape, dtype) in enumerate(kinds)
     }
-    saved = {name: spread(tensor, writers, random) for name, tensor in tensors.items()}
-    path = save(
+    saved = {name: spread_tensor(tensor, writers, random) for name, tensor in tensors.items()}
+    path = save_states(
         tmp_path_factory.mktemp("saved"),
         [{name: each[rank] for name, each in saved.items()} for rank in range(writers)],
     )
-    held = {name: spread(tensor, readers, random) for name, tensor in tensors.items()}
+    held = {name: spread_tensor(tensor, readers, random) for name, tensor in tensors.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_files, "_CHUNK", random.choice([8, 24, 1 << 20]))
         assert load(path)["model"].keys() == tensors.keys()
@@ -102,7 +102,7 @@ def test_load_of_pieces_under_another_division_is_exact(
         for rank in range(readers):
             own = {name: each[rank] for name, each in held.items()}
             for name, read in load(path, wanted=only_pieces(own))["model"].items():
-                check(read, own[name])
+                check_value(read, own[name])
 
 
 def only_pieces(own: dict[str, Value]) -> Any:
@@ -113,7 +113,7 @@ def only_pieces(own: dict[str, Value]) -> Any:
     return wanted
 
 
-def check(read: Value, own: Value) -> None:
+def check_value(read: Value, own: Value) -> None:
     if isinstance(own, Piece):
         assert isinstance(read, Piece)
         assert (read.shape, read.offsets, read.flat) == (own.shape, own.offsets, own.flat)
@@ -138,13 +138,13 @@ def check(read: Value, own: Value) -> None:
 def test_load_of_pieces_with_gaps_or_overlaps_is_refused(pieces: list[Value], problem: str, tmp_path: Path) -> None:
     """Also those that have as many values as the whole: two in common, two missing."""
     with pytest.raises(CheckpointError, match=problem):
-        load(save(tmp_path, [{"weight": each} for each in pieces]))
+        load(save_states(tmp_path, [{"weight": each} for each in pieces]))
 
 
 def test_load_of_a_piece_verifies_every_byte_of_its_files(tmp_path: Path) -> None:
-    path = save(tmp_path, [{"weight": box(WHOLE, (0, 3), (0, 7))}, {"weight": box(WHOLE, (3, 5), (0, 7))}])
+    path = save_states(tmp_path, [{"weight": box(WHOLE, (0, 3), (0, 7))}, {"weight": box(WHOLE, (3, 5), (0, 7))}])
     wanted = only_pieces({"weight": box(WHOLE, (0, 1), (0, 2))})
-    check(load(path, wanted=wanted)["model"]["weight"], box(WHOLE, (0, 1), (0, 2)))
+    check_value(load(path, wanted=wanted)["model"]["weight"], box(WHOLE, (0, 1), (0, 2)))
     first, second = sorted(path.glob("model-*.safetensors"))
     content = first.read_bytes()
     for position in range(len(content)):
@@ -189,7 +189,7 @@ def test_load_of_a_piece_needs_memory_for_the_piece_and_a_chunk(
     """In all 80 MB of files, of which 8 MB are wanted."""
     monkeypatch.setattr(weight_files, "_CHUNK", 1 << 18)
     large, other = torch.randn(16, 1 << 20), torch.ones(1 << 22)
-    path = save(tmp_path, [{"large": large, "other": other}])
+    path = save_states(tmp_path, [{"large": large, "other": other}])
     own = {"large": box(large, *ends), "other": flat(other, 0, 10)}
     torch_bytes.clear()
     tracemalloc.reset_peak()
@@ -199,4 +199,4 @@ def test_load_of_a_piece_needs_memory_for_the_piece_and_a_chunk(
     assert sum(torch_bytes) == sum(each.tensor.nbytes for each in own.values())
     assert peak - before < 4 << 20, "a buffer of 1 MiB, a chunk or two"
     for name, read in state.items():
-        check(read, own[name])
+        check_value(read, own[name])

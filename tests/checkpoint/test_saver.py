@@ -30,6 +30,7 @@ from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError
 from tests.support.job_processes import has_ended
 from tests.support.launching import PROGRAMS, run, seconds, started, wait_until
+from tests.support.toys import saved_steps
 
 SAVES = PROGRAMS / "saves_and_ends.py"
 Same = Callable[[Any, Any], bool]
@@ -44,16 +45,12 @@ def background(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def steps(folder: Path) -> list[int]:
-    return [found.step for found in checkpoints(folder, hashes=True) if found.whole]
-
-
 def test_save_then_load_returns_the_state(tmp_path: Path, same: Same, background: bool) -> None:
     with Saver(tmp_path / "runs" / "one", keep_last=2, background=background) as saver:
         for step in range(1, 4):
             saver.save(step, state(step, size=1000 * step))
     folder = tmp_path / "runs" / "one"
-    assert steps(folder) == [3, 2]
+    assert saved_steps(folder) == [3, 2]
     assert same(load(folder / name_of(3)), state(3, size=3000))
     assert same(load(str(folder / name_of(2))), state(2, size=2000))
     assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(2), name_of(3)]
@@ -142,7 +139,7 @@ def test_retention_keeps_the_best_in_addition_to_the_last(tmp_path: Path, backgr
     with Saver(tmp_path, keep_last=2, background=background) as saver:
         for step in range(1, 7):
             saver.save(step, state(step), best=step in (1, 3))
-    assert steps(tmp_path) == [6, 5, 3]
+    assert saved_steps(tmp_path) == [6, 5, 3]
 
 
 def test_retention_does_not_count_damaged_checkpoints(tmp_path: Path) -> None:
@@ -227,7 +224,7 @@ def test_overlapped_save_copies_replicated_tensors_until_wait_for_copy(tmp_path:
         saver.save(1, changing, replicated=of_the_optimizer, overlap=True)
         changing["model"]["b"].zero_()
         changing["progress"]["step"] = 0
-        assert steps(tmp_path) == [], "nothing is written before it is known that the copy is good"
+        assert saved_steps(tmp_path) == [], "nothing is written before it is known that the copy is good"
         saver.wait_for_copy()
         changing["model"]["w"].zero_()
     assert same(load(tmp_path / name_of(1)), expected)
@@ -241,7 +238,7 @@ def test_saver_names_the_tensor_that_a_write_changed_during_an_overlapped_copy(t
         with pytest.raises(CheckpointError, match=r"step 1 was not saved: .* wrote to model: w\n.*save='background'"):
             saver.wait()
         saver.save(2, changing, replicated=of_the_optimizer, overlap=True)
-    assert steps(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
     assert same(load(tmp_path / name_of(2)), changing)
 
 
@@ -283,7 +280,7 @@ def test_save_on_a_full_disk_reports_bytes_and_keeps_the_previous_checkpoint(
         assert same(load(small_disk / name_of(1)), state(1.0))
         saver.wait()  # raised once
         saver.save(3, state(3.0))
-    assert steps(small_disk) == [3]
+    assert saved_steps(small_disk) == [3]
 
 
 @pytest.mark.parametrize("small_disk", ["size=2m,nr_inodes=8"], indirect=True)
@@ -295,7 +292,7 @@ def test_saver_without_free_inodes_reports_inodes_instead_of_bytes(small_disk: P
     assert "bytes" not in str(caught.value)
     assert f"`df -i {small_disk}`" in caught.value.hint
     assert caught.value.transient
-    assert steps(small_disk) == [1]
+    assert saved_steps(small_disk) == [1]
 
 
 def test_saver_without_free_descriptors_advises_a_higher_limit(tmp_path: Path) -> None:
@@ -329,7 +326,7 @@ def test_save_after_a_transient_error_logs_it_and_saves(small_disk: Path, said: 
         saver.save(1, state(1.0, size=3_000_000))
         saver.save(2, state(2.0))
         assert any("of step 1 in" in line and "the next save tries again" in line for line in said)
-    assert steps(small_disk) == [2]
+    assert saved_steps(small_disk) == [2]
 
 
 def test_wait_after_check_has_logged_a_transient_error_raises_it_once(small_disk: Path) -> None:
@@ -383,7 +380,7 @@ def test_save_after_the_writer_process_was_killed_starts_another(tmp_path: Path,
         with pytest.raises(CheckpointError, match="has ended .killed by SIGKILL"):
             saver.wait()
         saver.save(3, state(3.0))
-    assert steps(tmp_path) == [3]
+    assert saved_steps(tmp_path) == [3]
     assert writers() == []
 
 
@@ -398,7 +395,7 @@ def test_save_with_a_write_error_in_a_file_reports_its_cause(tmp_path: Path, wri
         ):
             _save_and_wait(saver, 2, state(2.0, size=2000))
         saver.save(3, state(3.0))
-    assert steps(tmp_path) == [3]
+    assert saved_steps(tmp_path) == [3]
 
 
 def test_close_resumes_a_stopped_writer_and_check_does_not_wait(tmp_path: Path, writers: Writers) -> None:
@@ -408,8 +405,8 @@ def test_close_resumes_a_stopped_writer_and_check_does_not_wait(tmp_path: Path, 
         writer.send_signal(signal.SIGSTOP)
         saver.save(1, state(1.0))
         saver.check()
-        assert steps(tmp_path) == []
-    assert steps(tmp_path) == [1]
+        assert saved_steps(tmp_path) == []
+    assert saved_steps(tmp_path) == [1]
 
 
 @pytest.mark.slow
@@ -462,7 +459,7 @@ def test_interrupt_at_any_line_loses_no_save_and_blocks_no_wait(tmp_path: Path, 
             assert same(load(newest.path), state(newest.step))
             if not again:
                 break
-    assert steps(tmp_path) == [step]
+    assert saved_steps(tmp_path) == [step]
     assert writers() == []
 
 
@@ -513,7 +510,7 @@ def test_saver_with_a_thousand_open_files_saves(tmp_path: Path, writers: Writers
         writer.send_signal(signal.SIGSTOP)  # so that it is waited for
         saver.save(1, state(1.0))
         saver.wait()
-    assert steps(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]
     assert writers() == []
 
 
@@ -523,7 +520,7 @@ def test_writer_process_finishes_however_its_parent_ends(ending: str, tmp_path: 
     done = run(sys.executable, SAVES, tmp_path / "runs", ending)
     writer = int(done.stdout.split()[1])
     wait_until(lambda: has_ended(writer), "the end of the writer")
-    assert steps(tmp_path / "runs") == [2, 1]
+    assert saved_steps(tmp_path / "runs") == [2, 1]
     assert leftovers(tmp_path / "runs") == ()
 
 
@@ -531,7 +528,7 @@ def test_writer_process_finishes_however_its_parent_ends(ending: str, tmp_path: 
 def test_writer_process_ignores_signals_to_the_whole_job(tmp_path: Path) -> None:
     done = run(sys.executable, SAVES, tmp_path / "runs", "signals")
     assert done.stdout.endswith("closed\n"), done.stderr
-    assert steps(tmp_path / "runs") == [2, 1]
+    assert saved_steps(tmp_path / "runs") == [2, 1]
 
 
 @pytest.mark.slow
@@ -543,14 +540,14 @@ def test_writer_process_ends_despite_a_forked_child_of_its_parent(tmp_path: Path
         assert not has_ended(child)
     finally:
         os.kill(child, signal.SIGKILL)
-    assert steps(tmp_path / "runs")[0] in (1, 2)
+    assert saved_steps(tmp_path / "runs")[0] in (1, 2)
 
 
 @pytest.mark.slow
 def test_close_does_not_wait_for_forked_children(tmp_path: Path) -> None:
     done = run(sys.executable, SAVES, tmp_path / "runs", "forks, closes")
     assert done.stdout.endswith("closed\n"), done.stderr
-    assert steps(tmp_path / "runs") == [2, 1]
+    assert saved_steps(tmp_path / "runs") == [2, 1]
 
 
 @pytest.mark.slow
@@ -590,7 +587,7 @@ def test_saver_in_another_thread_saves(tmp_path: Path) -> None:
     thread = threading.Thread(target=save)
     thread.start()
     thread.join()
-    assert steps(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]
 
 
 @pytest.mark.gpu

@@ -66,7 +66,7 @@ def savers(folder: Path, count: int, **options: Any) -> Iterator[list[Saver]]:
         ]
 
 
-def save(savers: list[Saver], step: int, states: Callable[[int], dict[str, Any]] = state) -> None:
+def save_by_all(savers: list[Saver], step: int, states: Callable[[int], dict[str, Any]] = state) -> None:
     token = savers[0].begin(step)
     for writer, saver in reversed([*enumerate(savers)]):
         saver.save(step, states(writer), token=token, replicated=replicated)
@@ -76,7 +76,7 @@ def save(savers: list[Saver], step: int, states: Callable[[int], dict[str, Any]]
 def test_several_writers_save_the_state_of_the_first(count: int, tmp_path: Path, same: Same) -> None:
     with savers(tmp_path, count) as all_of_them:
         for step in (1, 2, 3):
-            save(all_of_them, step)
+            save_by_all(all_of_them, step)
             for saver in all_of_them:
                 saver.wait()
     back = load(tmp_path / name_of(3))
@@ -88,7 +88,7 @@ def test_several_writers_save_the_state_of_the_first(count: int, tmp_path: Path,
 
 def test_several_writers_divide_the_bytes_and_write_each_tensor_once(tmp_path: Path) -> None:
     with savers(tmp_path, 2) as both:
-        save(both, 1)
+        save_by_all(both, 1)
     files = {path.name: path.stat().st_size for path in (tmp_path / name_of(1)).iterdir()}
     first, second = (files.get(f"model-0000{number}-of-00002.safetensors", 0) for number in (1, 2))
     assert abs(first - second) < 3000
@@ -103,7 +103,7 @@ def test_several_writers_divide_the_bytes_and_write_each_tensor_once(tmp_path: P
 
 def test_index_of_several_writers_maps_each_tensor_to_its_file(tmp_path: Path) -> None:
     with savers(tmp_path, 2) as both:
-        save(both, 1)
+        save_by_all(both, 1)
     path = tmp_path / name_of(1)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     model = state()["model"]
@@ -117,7 +117,7 @@ def test_index_of_several_writers_maps_each_tensor_to_its_file(tmp_path: Path) -
 def test_several_writers_with_a_small_state_use_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BYTES_PER_WRITER", 1 << 20)
     with savers(tmp_path, 2) as both:
-        save(both, 1)
+        save_by_all(both, 1)
     assert (tmp_path / name_of(1) / "model.safetensors").exists()
 
 
@@ -126,7 +126,7 @@ def test_several_writers_with_a_small_state_use_one(tmp_path: Path, monkeypatch:
 WHOLE = torch.arange(35.0).reshape(5, 7)
 
 
-def spread(writer: int) -> dict[str, Any]:
+def rows_of_writer(writer: int) -> dict[str, Any]:
     """Five ranks hold rows 0 and 1, 2 and 3, 4, none, none."""
     begin = min(2 * writer, 5)
     return {"model": {"spread": Piece(WHOLE[begin : begin + 2], (5, 7), (begin, 0)), "same": TIED}}
@@ -137,7 +137,7 @@ def test_pieces_of_several_writers_load_as_a_whole_tensor(tmp_path: Path, same: 
         for step in (1, 2):
             token = five[0].begin(step)
             for writer, saver in enumerate(five):
-                saver.save(step, spread(writer), token=token, replicated=lambda _, name: name == "same")
+                saver.save(step, rows_of_writer(writer), token=token, replicated=lambda _, name: name == "same")
     assert same(load(tmp_path / name_of(2)), {"model": {"spread": WHOLE, "same": TIED}})
     index = json.loads((tmp_path / name_of(2) / "model.safetensors.index.json").read_text())
     assert [*index["weight_map"]] == ["same"], "other programs do not know pieces"
@@ -153,13 +153,13 @@ def test_writer_with_other_tensors_fails_the_save(tmp_path: Path) -> None:
         return own
 
     with savers(tmp_path, 2) as both:
-        save(both, 1, states)
+        save_by_all(both, 1, states)
         with pytest.raises(
             CheckpointError,
             match=r"writer 1 \(of 2, counted from 0\) has tensors with different names, dtypes or shapes",
         ):
             both[0].wait()
-        save(both, 2)
+        save_by_all(both, 2)
     assert [found.step for found in checkpoints(tmp_path)] == [2]
 
 
@@ -168,7 +168,7 @@ def test_writer_that_never_starts_fails_the_save(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"writer 1 \(of 2, counted from 0\) has ended or never started"
     ) as raised:
-        write(*job(tmp_path, 1, 0))
+        write(*share_task(tmp_path, 1, 0))
     assert raised.value.transient
     assert leftovers(tmp_path) == ()
 
@@ -177,7 +177,7 @@ def test_writer_that_never_starts_fails_the_save(tmp_path: Path) -> None:
 def test_overlapped_writer_that_starts_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked, size = Event(), writer_program._size
     monkeypatch.setattr(writer_program, "_size", lambda path: looked.set() or size(path))
-    (first, content), (second, other) = (job(tmp_path, 1, number) for number in range(2))
+    (first, content), (second, other) = (share_task(tmp_path, 1, number) for number in range(2))
     with ThreadPoolExecutor() as pool:
         whole = pool.submit(write, replace(first, overlapped=True), content)
         assert looked.wait(seconds(30)), "writer 0 has found that writer 1 has not started"
@@ -210,9 +210,9 @@ def test_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: p
             super().fsync(file)
 
     with ThreadPoolExecutor(1) as pool:
-        second = pool.submit(write, *job(tmp_path, 1, 1), Second())
+        second = pool.submit(write, *share_task(tmp_path, 1, 1), Second())
         assert locked.wait(seconds(60))
-        write(*job(tmp_path, 1, 0), abandoned=lambda: True)
+        write(*share_task(tmp_path, 1, 0), abandoned=lambda: True)
         second.result()
     assert newest_whole(tmp_path, hashes=True).checkpoint is not None
 
@@ -231,9 +231,9 @@ def test_writer_with_a_full_disk_is_reported_by_the_first(tmp_path: Path) -> Non
                 raise OSError(errno.ENOSPC, "")
             return super().write(file, content)
 
-    write(*job(tmp_path, 1, 1), Full())
+    write(*share_task(tmp_path, 1, 1), Full())
     with pytest.raises(CheckpointError, match=r"there is no space for the checkpoint of step 1 in .*: 6,000 bytes"):
-        write(*job(tmp_path, 1, 0))
+        write(*share_task(tmp_path, 1, 0))
     assert leftovers(tmp_path) == ()
 
 
@@ -243,7 +243,7 @@ def test_writer_whose_folder_is_removed_during_its_write_ends_silently(tmp_path:
             shutil.rmtree(path.parent)
             return super().create(path)
 
-    write(*job(tmp_path, 1, 1), Removed())
+    write(*share_task(tmp_path, 1, 1), Removed())
     assert leftovers(tmp_path) == ()
 
 
@@ -255,13 +255,13 @@ class NoSpace(System):
 def give_up(folder: Path) -> None:
     """The first writer fails before it has written anything."""
     with pytest.raises(CheckpointError, match="there is no space for the checkpoint of step 1"):
-        write(*job(folder, 1, 0), NoSpace())
+        write(*share_task(folder, 1, 0), NoSpace())
     assert leftovers(folder) == ()
 
 
 def test_writer_that_starts_after_the_first_has_given_up_writes_nothing(tmp_path: Path) -> None:
     system = Counting(0, lambda: None)
-    share = job(tmp_path, 1, 1)
+    share = share_task(tmp_path, 1, 1)
     give_up(tmp_path)
     write(*share, system)
     assert system.done == 0
@@ -276,14 +276,14 @@ def test_writer_that_creates_a_file_after_the_first_has_given_up_leaves_nothing(
                 give_up(tmp_path)
             return super().create(path)
 
-    write(*job(tmp_path, 1, 1), GivenUp())
+    write(*share_task(tmp_path, 1, 1), GivenUp())
     assert leftovers(tmp_path) == ()
     for writer in (1, 0):
-        write(*job(tmp_path, 2, writer))
+        write(*share_task(tmp_path, 2, writer))
     assert [found.step for found in checkpoints(tmp_path)] == [2]
 
 
-def job(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> tuple[WriteTask, memoryview]:
+def share_task(folder: Path, step: int, writer: int, content: bytes = b"x" * 3000) -> tuple[WriteTask, memoryview]:
     """A share of a safetensors file with one tensor. Creates the folder of the checkpoint, as the first rank does."""
     unfinished_folder(folder, step, f"of{step}").mkdir(parents=True, exist_ok=True)
     header = json.dumps({f"t{writer}": {"dtype": "U8", "shape": [2000], "data_offsets": [0, 2000]}}).encode()
@@ -308,7 +308,7 @@ def test_writer_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
         if child == 0:
             try:
                 write(
-                    *job(folder, 2, writer, b"y" * 3000),
+                    *share_task(folder, 2, writer, b"y" * 3000),
                     Counting(number, lambda: os._exit(KILLED), after),
                     abandoned=lambda: True,
                 )
@@ -321,8 +321,8 @@ def test_writer_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
     outcomes = []
     for number in range(2 - dying, MOST):  # the first operation of writer 0 finds that the folder is there
         folder = tmp_path / str(number)
-        write(*job(folder, 1, 1))
-        write(*job(folder, 1, 0))
+        write(*share_task(folder, 1, 1))
+        write(*share_task(folder, 1, 0))
         codes = {}
         for writer in (1, 0):  # writer 0 comes when the other has ended
             child = in_a_process(folder, writer, number if writer == dying else 0)
@@ -331,8 +331,8 @@ def test_writer_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
         assert found is not None
         outcomes.append(found.step)
         assert found.step == 2 or codes[0] in (1, KILLED)
-        write(*job(folder, 3, 1))
-        write(*job(folder, 3, 0))
+        write(*share_task(folder, 3, 1))
+        write(*share_task(folder, 3, 0))
         assert leftovers(folder) == ()
         assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(3)]
         if codes[dying] != KILLED:
@@ -349,11 +349,11 @@ def test_writers_of_a_killed_process_finish_its_save(tmp_path: Path, same: Same)
     if child == 0:
         try:
             with savers(tmp_path, 2) as both:
-                save(both, 1)
+                save_by_all(both, 1)
                 for saver in both:
                     saver.wait()
                 os.write(theirs, json.dumps([saver._writer.pid for saver in both]).encode())
-                save(both, 2)
+                save_by_all(both, 2)
                 os._exit(KILLED)
         finally:
             os._exit(1)

@@ -21,7 +21,7 @@ from tests.support.counting import KILLED, MOST, Counting
 from tests.support.launching import seconds
 
 
-def job(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[WriteTask, memoryview]:
+def write_task(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[WriteTask, memoryview]:
     files = (Region("model.safetensors", 0, 3000), Region("state.json", 3008, len(content) - 3008))
     return WriteTask(str(folder), step, step == 1, 1, {}, files), memoryview(content)
 
@@ -31,7 +31,7 @@ def dies_at(number: int, after: bool, folder: Path, step: int) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            write(*job(folder, step, b"y" * 5000), Counting(number, lambda: os._exit(KILLED), after))
+            write(*write_task(folder, step, b"y" * 5000), Counting(number, lambda: os._exit(KILLED), after))
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
@@ -58,7 +58,7 @@ def test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
     for number in range(1, MOST):
         folder = tmp_path / str(number)
         for earlier in (1, 2):  # 1 is the best and stays, 2 is to go when 3 is there
-            write(*job(folder, earlier))
+            write(*write_task(folder, earlier))
         died = dies_at(number, after, folder, step)
         found = newest_whole(folder, hashes=True).checkpoint
         assert found is not None
@@ -66,7 +66,7 @@ def test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
         assert found.step == (step if new else 2)
         outcomes.append(new)
         assert 1 in {one.step for one in checkpoints(folder, hashes=True) if one.whole}
-        write(*job(folder, 4))
+        write(*write_task(folder, 4))
         assert leftovers(folder) == ()
         assert sorted(path.name for path in folder.iterdir()) == [LOCK, name_of(1), name_of(4)]
         if not died:
@@ -84,10 +84,10 @@ def test_write_with_an_error_at_any_operation_reports_it_and_leaves_nothing(code
 
     for number in range(1, MOST):
         folder = tmp_path / str(number)
-        write(*job(folder, 2))
+        write(*write_task(folder, 2))
         system = Counting(number, fail)
         try:
-            write(*job(folder, 3), system)
+            write(*write_task(folder, 3), system)
         except CheckpointError as error:
             assert ("bytes are needed" if code == errno.ENOSPC else "cannot be written to") in str(error)
         else:
@@ -105,7 +105,7 @@ def test_writer_process_with_a_write_error_reports_it_and_unmaps_the_memory(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(System, "write", fail)
-    requested, content = job(tmp_path, 1)
+    requested, content = write_task(tmp_path, 1)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, ThreadPoolExecutor(1) as pool, os.fdopen(os.memfd_create("the-state"), "wb", buffering=0) as memory:
         memory.write(content)
@@ -122,7 +122,7 @@ def test_writer_process_with_a_write_error_reports_it_and_unmaps_the_memory(
 
 
 def test_write_creates_the_folder_and_its_parents(tmp_path: Path) -> None:
-    write(*job(tmp_path / "a" / "b", 1))
+    write(*write_task(tmp_path / "a" / "b", 1))
     assert [found.step for found in checkpoints(tmp_path / "a" / "b")] == [1]
 
 
@@ -148,9 +148,9 @@ def test_write_keeps_leftovers_while_another_process_writes(tmp_path: Path) -> N
     (tmp_path / ".writing-step-00000007-aa").mkdir()
     with writer_program._alone(tmp_path) as alone:
         assert alone
-        write(*job(tmp_path, 1))
+        write(*write_task(tmp_path, 1))
         assert len(leftovers(tmp_path)) == 1
-    write(*job(tmp_path, 2))
+    write(*write_task(tmp_path, 2))
     assert leftovers(tmp_path) == ()
 
 
@@ -179,13 +179,13 @@ def test_write_without_locks_removes_only_old_leftovers(tmp_path: Path, monkeypa
     (tmp_path / ".writing-step-00000008-cc" / "model.safetensors").touch()  # written to just now
     for name in (".writing-step-00000007-aa", ".writing-step-00000008-cc"):
         os.utime(tmp_path / name, (0, 0))
-    write(*job(tmp_path, 9))
+    write(*write_task(tmp_path, 9))
     assert [path.name for path in leftovers(tmp_path)] == [".removed-step-00000001-bb", ".writing-step-00000008-cc"]
 
 
 def test_write_without_exchange_replaces_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(System, "exchange", cannot_exchange)
     for content in (b"x", b"y"):
-        write(*job(tmp_path, 2, content * 5000))
+        write(*write_task(tmp_path, 2, content * 5000))
     assert (tmp_path / name_of(2) / "state.json").read_bytes()[:1] == b"y"
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, name_of(2)]

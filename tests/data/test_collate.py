@@ -1,4 +1,4 @@
-"""Samples that do not fit together: one error that names what differs, wherever the batch was to be made."""
+"""GivenSamples that do not fit together: one error that names what differs, wherever the batch was to be made."""
 
 import pickle
 from dataclasses import replace
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, device=CPU)
 
 
-class Samples(Dataset[Any]):
+class GivenSamples(Dataset[Any]):
     def __init__(self, *samples: Any) -> None:
         self.samples = samples
 
@@ -33,11 +33,11 @@ class Samples(Dataset[Any]):
         return self.samples[index]
 
 
-def train(*samples: Any, workers: int = 0, seed_samples: bool = False) -> None:
+def read_batches(*samples: Any, workers: int = 0, seed_samples: bool = False) -> None:
     class Backwards(list[list[int]]):
         seed, epoch = 0, 0
 
-    data = Samples(*samples)
+    data = GivenSamples(*samples)
     batches = Backwards([[0], [*range(len(samples) - 1, 0, -1)]])
     config = DataConfig(num_workers=workers, seed_samples=seed_samples)
     loader = build_loader(data, batches, config, ALONE, seed=0)
@@ -69,7 +69,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("samples", "said"), MISTAKES.values(), ids=MISTAKES)
 def test_collate_of_mismatched_samples_names_them(samples: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said) as caught:
-        train(*samples)
+        read_batches(*samples)
     assert "collate_fn" in caught.value.hint
 
 
@@ -77,24 +77,24 @@ def test_collate_of_mismatched_samples_names_them(samples: list[Any], said: str)
 def test_collate_of_mismatched_samples_in_dataloader_workers_names_them(mistake: str) -> None:
     samples, said = MISTAKES[mistake]
     with pytest.raises(DataError, match=said):
-        train(*samples, workers=1)
+        read_batches(*samples, workers=1)
 
 
 def test_collate_of_mismatched_seeded_samples_names_their_indices() -> None:
     with pytest.raises(DataError, match=r"shape \(2,\) in sample 2, shape \(1,\) (?m:in sample 1$)"):
-        train(torch.zeros(1), torch.zeros(1), torch.zeros(2), seed_samples=True)
+        read_batches(torch.zeros(1), torch.zeros(1), torch.zeros(2), seed_samples=True)
 
 
 def test_collate_of_many_shapes_lists_only_some() -> None:
     with pytest.raises(DataError, match=r"shape \(6,\) in sample 6, .*, shape \(3,\) in sample 3, \.\.\.\n"):
-        train(*(torch.zeros(size) for size in range(7)))
+        read_batches(*(torch.zeros(size) for size in range(7)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_collate_without_shared_memory_names_mismatched_samples(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_little_shared_memory", lambda: True)
     with pytest.raises(DataError, match=r"shape \(2,\) in sample 2"):
-        train(torch.zeros(1), torch.zeros(1), torch.zeros(2), workers=workers)
+        read_batches(torch.zeros(1), torch.zeros(1), torch.zeros(2), workers=workers)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_collate_without_shared_memory_names_mismatched_samples(workers: int, mo
 )
 def test_exception_of_the_dataset_is_raised_unchanged(error: Exception, workers: int) -> None:
     with pytest.raises(type(error), match=str(error)):
-        train(1, error, workers=workers)
+        read_batches(1, error, workers=workers)
 
 
 def failing_collate(samples: list[Any]) -> Any:
@@ -112,7 +112,7 @@ def failing_collate(samples: list[Any]) -> Any:
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # its end takes torch five seconds
 def test_exception_of_the_users_collate_function_is_raised_unchanged(workers: int) -> None:
-    data = Samples(torch.zeros(1), torch.zeros(2))
+    data = GivenSamples(torch.zeros(1), torch.zeros(2))
     own = DataLoader(data, batch_size=2, collate_fn=failing_collate, num_workers=workers)
     with pytest.raises(RuntimeError, match="equal size, I say"):
         list(on_device(build_loader(data, [[0, 1]], DataConfig(), ALONE, 0, own), CPU, None, ahead=0))
@@ -149,13 +149,13 @@ COLLATED += [pytest.param(dropped, 6, id="an empty list")]
 
 @pytest.mark.parametrize(("collate", "missing"), COLLATED)
 def test_samples_that_are_none_are_left_out_and_shapes_count_nothing(collate: Any, missing: int) -> None:
-    own = DataLoader(Samples(*[None] * missing, *X[missing:]), batch_size=6, collate_fn=collate)
+    own = DataLoader(GivenSamples(*[None] * missing, *X[missing:]), batch_size=6, collate_fn=collate)
     (batch,) = checked_batches(build_loader(own.dataset, [[*range(6)]], DataConfig(), ALONE, 0, own))
     assert unpacked(6, batch)[0] == 6 - missing
     assert (type(batch) is Partial) == (missing > 0)
 
 
-class WithoutOdd(Samples):
+class WithoutOdd(GivenSamples):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self.samples[index] for index in indices if index % 2 == 0]
 
@@ -187,7 +187,7 @@ def test_device_transform_skips_omitted_samples() -> None:
 
 def test_device_transform_per_sample_with_omitted_samples_is_refused() -> None:
     config = DataConfig(seed_samples=True, collate_fn=lambda samples: torch.stack(samples[1:]))
-    loader = build_loader(Samples(*X), Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
+    loader = build_loader(GivenSamples(*X), Seeded([[0, 1, 2]]), config, ALONE, seed=0, keyed=True)
     with pytest.raises(DataError, match="a batch of 3 samples with a tensor of 2 rows"):
         list(loader)
 

@@ -39,13 +39,13 @@ class Named(dict[str, Tensor]):
 
 
 @dataclass
-class Sample:
+class ImageSample:
     image: Tensor
     name: str
 
 
 def test_on_device_converts_subclasses_of_containers_and_dataclasses() -> None:
-    batch = [Named(x=torch.ones(1)), Sample(torch.ones(1), "one"), pack_sequence([torch.ones(2), torch.ones(1)])]
+    batch = [Named(x=torch.ones(1)), ImageSample(torch.ones(1), "one"), pack_sequence([torch.ones(2), torch.ones(1)])]
     ((named, sample, packed),) = on_device([batch], CPU, torch.bfloat16, ahead=0)
     assert (type(named), named["x"].dtype) == (Named, torch.bfloat16)
     assert (sample.image.dtype, sample.name) == (torch.bfloat16, "one")
@@ -53,7 +53,7 @@ def test_on_device_converts_subclasses_of_containers_and_dataclasses() -> None:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledBatch:
     x: Tensor
     made: list[int] = field(default_factory=list, init=False)
 
@@ -62,7 +62,7 @@ class Scaled:
 
 
 def test_on_device_does_not_run_constructors_of_containers_again() -> None:
-    scaled, counter = Scaled(torch.full((1,), 255.0)), Counter(a=1, b=2)
+    scaled, counter = ScaledBatch(torch.full((1,), 255.0)), Counter(a=1, b=2)
     scaled.made.append(7)
     ((moved, counted),) = on_device([(scaled, counter)], CPU, None, ahead=0)
     assert (moved.x.item(), moved.made, counted) == (1.0, [7], Counter(a=1, b=2))

@@ -9,7 +9,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -21,13 +20,9 @@ from torch.utils.data.distributed import DistributedSampler
 from ddp_kit import DataConfig, TrainerConfig
 from ddp_kit.data import Batching, batching, check_batch_size, open_data, train_batching
 from ddp_kit.errors import ConfigError, DataError
+from tests.support.toys import SampleStream
 
 DATA = TensorDataset(torch.arange(10.0))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 class WithoutLength(Dataset[int]):
@@ -66,13 +61,13 @@ def test_open_data_of_data_that_cannot_be_divided_is_refused(data: object, said:
 
 def test_open_data_of_divisible_data_opens_it() -> None:
     assert open_data([1, 2, 3], "train_data") == ([1, 2, 3], None)
-    stream = Stream()
+    stream = SampleStream(range(3))
     assert open_data(stream, "train_data") == (stream, None)
     for loader in (DataLoader(stream), DataLoader(DATA, sampler=[1, 2]), DataLoader(DATA, sampler=divided())):
         assert open_data(loader, "train_data") == (loader.dataset, loader)
 
 
-@pytest.mark.parametrize("data", [DATA, Stream()], ids=["dataset", "stream"])
+@pytest.mark.parametrize("data", [DATA, SampleStream(range(3))], ids=["dataset", "stream"])
 def test_open_data_of_a_loader_with_unordered_batches_is_refused(data: object) -> None:
     def loader(workers: int) -> "DataLoader[Any]":
         return DataLoader(data, batch_size=2, num_workers=workers, in_order=False)  # type: ignore[arg-type]
@@ -96,8 +91,8 @@ def test_batching_reads_sizes_and_order_from_the_users_loader() -> None:
     assert batching(DataLoader(DATA, shuffle=True, drop_last=True)) == Batching(1, shuffle=True, drop_last=True)
     sampler = BatchSampler(RandomSampler(DATA), 4, drop_last=True)
     assert batching(DataLoader(DATA, batch_sampler=sampler)) == Batching(4, shuffle=True, drop_last=True)
-    assert batching(DataLoader(Stream(), batch_size=3, drop_last=True)) == Batching(3, False, True)
-    assert batching(DataLoader(Stream(), batch_size=None)) == Batching(None, False, False)
+    assert batching(DataLoader(SampleStream(range(3)), batch_size=3, drop_last=True)) == Batching(3, False, True)
+    assert batching(DataLoader(SampleStream(range(3)), batch_size=None)) == Batching(None, False, False)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +128,7 @@ def test_batching_of_a_batch_sampler_excludes_batch_sizes_in_the_configuration()
         check_batch_size(own, 4, asked=True)
     assert "leave out global_batch_size and micro_batch_size" in caught.value.hint
     assert "accumulation_steps" in caught.value.hint
-    ready = batching(DataLoader(Stream(), batch_size=None))
+    ready = batching(DataLoader(SampleStream(range(3)), batch_size=None))
     with pytest.raises(DataError, match="the DataLoader has batch_size=None, so the dataset decides the batch size"):
         check_batch_size(ready, 4, asked=True)
 
@@ -157,7 +152,7 @@ class InOrder:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Stream(), "is set, but train_data is a Stream, whose samples have no index"),
+        (SampleStream(range(3)), "is set, but train_data is a SampleStream, whose samples have no index"),
         (DataLoader(DATA, batch_size=2), "is set, but train_data is a DataLoader, which has a sampler itself"),
     ],
     ids=["stream", "DataLoader"],

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 ALONE = World(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, device=CPU)
 
 
-class Numbers(IterableDataset[int]):
+class DividedNumbers(IterableDataset[int]):
     """Divides itself over the DataLoader workers, as is usual, and says the epoch in the thousands."""
 
     def __init__(self, total: int) -> None:
@@ -39,7 +39,7 @@ def drawn(stream: Any) -> list[tuple[int, list[int]]]:
 
 
 def test_stream_batches_have_the_requested_sizes_in_turn() -> None:
-    stream = build_stream(Numbers(9), [3, 2], DataConfig(), ALONE, seed=0)
+    stream = build_stream(DividedNumbers(9), [3, 2], DataConfig(), ALONE, seed=0)
     assert drawn(stream) == [(3, [0, 1, 2]), (2, [3, 4]), (3, [5, 6, 7]), (1, [8])]
     assert drawn(stream) == drawn(stream), "an epoch can be had again"
 
@@ -47,7 +47,7 @@ def test_stream_batches_have_the_requested_sizes_in_turn() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("sizes", [[2], [1, 2, 3], [4, 1]])
 def test_stream_workers_keep_to_the_sizes_by_batch_number(workers: int, sizes: list[int]) -> None:
-    stream = build_stream(Numbers(60), sizes, DataConfig(num_workers=workers), ALONE, seed=0)
+    stream = build_stream(DividedNumbers(60), sizes, DataConfig(num_workers=workers), ALONE, seed=0)
     found = drawn(stream)
     whole = [samples for samples, _ in found[: 60 // max(sizes) // 2]]
     assert whole == [sizes[number % len(sizes)] for number in range(len(whole))]
@@ -57,7 +57,7 @@ def test_stream_workers_keep_to_the_sizes_by_batch_number(workers: int, sizes: l
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_stream_with_persistent_workers_passes_the_epoch_to_the_dataset(workers: int) -> None:
-    stream = build_stream(Numbers(4), [2], DataConfig(num_workers=workers), ALONE, seed=0)
+    stream = build_stream(DividedNumbers(4), [2], DataConfig(num_workers=workers), ALONE, seed=0)
     for epoch in (2, 0, 1):
         stream.set_position(epoch)
         numbers = sorted(number for _, batch in stream for number in batch.tolist())
@@ -65,7 +65,7 @@ def test_stream_with_persistent_workers_passes_the_epoch_to_the_dataset(workers:
 
 
 def test_stream_abandoned_in_an_epoch_starts_the_next_from_the_beginning() -> None:
-    stream = build_stream(Numbers(40), [2], DataConfig(num_workers=2), ALONE, seed=0)
+    stream = build_stream(DividedNumbers(40), [2], DataConfig(num_workers=2), ALONE, seed=0)
     assert next(iter(stream))[0] == 2
     stream.set_position(1)
     assert sorted(number for _, batch in stream for number in batch.tolist()) == list(range(1000, 1040))
@@ -81,14 +81,14 @@ def only_the_even(number: int) -> None:
 
 
 def test_build_stream_keeps_the_settings_of_the_users_loader() -> None:
-    own = DataLoader(Numbers(10), batch_size=3, collate_fn=as_set, num_workers=1, worker_init_fn=only_the_even)
-    stream = build_stream(Numbers(10), [3], DataConfig(), ALONE, seed=0, template=own)
+    own = DataLoader(DividedNumbers(10), batch_size=3, collate_fn=as_set, num_workers=1, worker_init_fn=only_the_even)
+    stream = build_stream(DividedNumbers(10), [3], DataConfig(), ALONE, seed=0, template=own)
     assert list(stream) == [(3, {0, 1, 2}), (2, {3, 4})]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_build_stream_honours_drop_last_of_the_users_loader(workers: int) -> None:
-    own = DataLoader(Numbers(11), batch_size=3, drop_last=True, num_workers=workers)
+    own = DataLoader(DividedNumbers(11), batch_size=3, drop_last=True, num_workers=workers)
     stream = build_stream(own.dataset, [3], DataConfig(), ALONE, seed=0, template=own)  # type: ignore[arg-type]
     assert [samples for samples, _ in stream] == [3, 3, 3] if workers == 0 else [3, 3]
 
@@ -134,7 +134,7 @@ def test_stream_with_a_whole_batch_of_unknown_size_raises_error(batch: Any, foun
 
 def test_stream_with_seed_samples_is_refused() -> None:
     with pytest.raises(DataError, match="have no index to seed from") as caught:
-        build_stream(Numbers(3), [1], DataConfig(seed_samples=True), ALONE, seed=0)
+        build_stream(DividedNumbers(3), [1], DataConfig(seed_samples=True), ALONE, seed=0)
     assert "__getitem__" in caught.value.hint
 
 
@@ -146,7 +146,7 @@ def test_stream_with_mismatched_samples_names_them(workers: int) -> None:
         list(stream)
 
 
-class Fails(IterableDataset[int]):
+class BrokenStream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield 1
         raise FileNotFoundError("shard 2 is gone")
@@ -155,9 +155,9 @@ class Fails(IterableDataset[int]):
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])  # its end takes torch five seconds
 def test_stream_raises_exceptions_of_the_dataset_unchanged(workers: int) -> None:
     with pytest.raises(FileNotFoundError, match="shard 2 is gone"):
-        list(build_stream(Fails(), [1], DataConfig(num_workers=workers), ALONE, seed=0))
+        list(build_stream(BrokenStream(), [1], DataConfig(num_workers=workers), ALONE, seed=0))
 
 
 def test_stream_batches_are_moved_to_the_device() -> None:
-    stream = build_stream(Numbers(3), [2], DataConfig(), ALONE, seed=0)
+    stream = build_stream(DividedNumbers(3), [2], DataConfig(), ALONE, seed=0)
     assert [samples for samples, _ in on_device(stream, CPU, torch.bfloat16, ahead=2)] == [2, 1]

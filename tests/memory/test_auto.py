@@ -16,7 +16,7 @@ RANKS = 4
 PLAN = {"*.0": "colwise"}
 
 
-def model(plan: dict[str, str] | None = None) -> nn.Module:
+def four_blocks(plan: dict[str, str] | None = None) -> nn.Module:
     """16 MiB of weights in four blocks: 64 with gradients and the two states of Adam."""
     made = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(4)))
     made.tp_plan = plan  # type: ignore[assignment]
@@ -39,7 +39,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
             settings["memory"] = {"offload": None}
         parallel = {"strategy": "auto", "bucket_mb": 7} | settings.pop("parallel", {})
         config = TrainerConfig(parallel=parallel, **settings)
-        return first_that_fits(config, model(plan), world)
+        return first_that_fits(config, four_blocks(plan), world)
 
     return choose
 

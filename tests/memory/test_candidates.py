@@ -23,14 +23,14 @@ NAMES = (
 OFFLOADED = 'parallel="fsdp", memory={"offload": "optimizer"}'
 
 
-def model(gib: float, blocks: int = 64, split: int | None = 0) -> ModelMemory:
+def memory_of_blocks(gib: float, blocks: int = 64, split: int | None = 0) -> ModelMemory:
     """So many GiB of weights in equal blocks; with gradients and the state of Adam four times as many."""
     shape = (int(gib * GIB) // 4 // blocks, 1)
     rows = (ParameterRow(f"{n}.weight", shape, 4, True, str(n), 8, split=split) for n in range(blocks))
     return ModelMemory(tuple(rows), 0, PassMemory(0, 0, 0), copies_weights=False, accumulates=False)
 
 
-def tried(of: ModelMemory, ranks: int = 16, memory: MemoryConfig | None = None) -> list[Candidate]:
+def automatic_candidates(of: ModelMemory, ranks: int = 16, memory: MemoryConfig | None = None) -> list[Candidate]:
     parallel = ParallelConfig(strategy="auto", bucket_mb=7)
     found = candidates(of, parallel, memory or MemoryConfig(), ranks, 80 * GIB, 8)
     return [candidate for candidate in found if candidate.automatic]
@@ -39,18 +39,18 @@ def tried(of: ModelMemory, ranks: int = 16, memory: MemoryConfig | None = None) 
 @pytest.mark.parametrize(
     ("of", "number"),
     [
-        (model(14), 0),  # 56 GiB are 70 % of 80
-        (model(14.1), 1),
-        (model(26.3), 1),  # whole weights and gradients, and a sixteenth of the state
-        (model(26.4), 2),
-        (model(170), 2),  # a sixteenth of all, two gathered blocks, and the gradients of one twice
-        (model(200), 3),  # 68 GiB are 85 % of 80
-        (model(300), 4),  # the state of Adam is half of all
-        (model(60, blocks=3), 5),  # a block has 20 GiB: gathered, it does not fit
+        (memory_of_blocks(14), 0),  # 56 GiB are 70 % of 80
+        (memory_of_blocks(14.1), 1),
+        (memory_of_blocks(26.3), 1),  # whole weights and gradients, and a sixteenth of the state
+        (memory_of_blocks(26.4), 2),
+        (memory_of_blocks(170), 2),  # a sixteenth of all, two gathered blocks, and the gradients of one twice
+        (memory_of_blocks(200), 3),  # 68 GiB are 85 % of 80
+        (memory_of_blocks(300), 4),  # the state of Adam is half of all
+        (memory_of_blocks(60, blocks=3), 5),  # a block has 20 GiB: gathered, it does not fit
     ],
 )
 def test_choose_returns_the_first_candidate_that_fits(of: ModelMemory, number: int) -> None:
-    chosen, refused = choose(tried(of))
+    chosen, refused = choose(automatic_candidates(of))
     assert chosen is not None
     assert chosen.text == NAMES[number]
     assert [each.text for each in refused] == [*NAMES[:number]]
@@ -60,7 +60,7 @@ def test_choose_returns_the_first_candidate_that_fits(of: ModelMemory, number: i
 
 
 def test_candidate_text_describes_its_settings() -> None:
-    for each in tried(model(1)):
+    for each in automatic_candidates(memory_of_blocks(1)):
         written = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=(\{.*?\}|\"\w+\")", each.text)}
         config = TrainerConfig(**written)
         assert config.parallel.model_copy(update={"bucket_mb": 7}) == each.parallel
@@ -77,29 +77,29 @@ def test_candidate_text_describes_its_settings() -> None:
     ],
 )
 def test_candidates_keep_the_memory_settings_of_the_user(ranks: int, memory: dict[str, str], names: list[str]) -> None:
-    found = tried(model(1), ranks, MemoryConfig(**memory))  # type: ignore[arg-type]
+    found = automatic_candidates(memory_of_blocks(1), ranks, MemoryConfig(**memory))  # type: ignore[arg-type]
     assert [each.text for each in found] == names
     if memory:
         assert {each.memory.activation_checkpointing for each in found} == {memory["activation_checkpointing"]}
 
 
 def test_candidates_with_recomputed_blocks_may_use_a_larger_share() -> None:
-    of = model(16)
-    first, *_ = tried(of, memory=MemoryConfig(activation_checkpointing="blocks"))
+    of = memory_of_blocks(16)
+    first, *_ = automatic_candidates(of, memory=MemoryConfig(activation_checkpointing="blocks"))
     assert (first.text, first.counted) == ('parallel="ddp"', 64 * GIB)
     assert first.counted <= first.available
-    assert tried(of)[0].counted > tried(of)[0].available
+    assert automatic_candidates(of)[0].counted > automatic_candidates(of)[0].available
 
 
 def test_candidates_without_blocks_or_tensor_plan_omit_these_steps() -> None:
-    plain = model(1, split=None)
-    assert [each.text for each in tried(plain)] == [*NAMES[:5]]
+    plain = memory_of_blocks(1, split=None)
+    assert [each.text for each in automatic_candidates(plain)] == [*NAMES[:5]]
     whole = replace(plain, rows=tuple(replace(row, unit="") for row in plain.rows))
-    assert [each.text for each in tried(whole)] == [*NAMES[:3], OFFLOADED]
+    assert [each.text for each in automatic_candidates(whole)] == [*NAMES[:3], OFFLOADED]
 
 
 def test_choose_without_a_fit_returns_none() -> None:
-    chosen, refused = choose(tried(model(1000)))
+    chosen, refused = choose(automatic_candidates(memory_of_blocks(1000)))
     assert chosen is None
     assert [each.text for each in refused] == [*NAMES]
     assert str(refused[0]) == 'parallel="ddp" needs 4,000.00 GiB of 56.00 GiB'

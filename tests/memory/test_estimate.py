@@ -35,11 +35,11 @@ MODEL = ModelMemory(ROWS, buffers=16, passed=PASS, copies_weights=True, accumula
 VALUES = 60 + 42 + 42
 
 
-def tried(model: ModelMemory, ranks: int, device_memory: int = 80 * GIB) -> list[Candidate]:
+def candidates_of(model: ModelMemory, ranks: int, device_memory: int = 80 * GIB) -> list[Candidate]:
     return [*candidates(model, ParallelConfig(), MemoryConfig(), ranks, device_memory, 8)]
 
 
-def plan(ranks: int = 2, model: ModelMemory = MODEL, **settings: Any) -> MemoryPlan:
+def plan_of(ranks: int = 2, model: ModelMemory = MODEL, **settings: Any) -> MemoryPlan:
     return plan_memory(model, ParallelConfig(**settings), ranks)
 
 
@@ -59,7 +59,7 @@ def plan(ranks: int = 2, model: ModelMemory = MODEL, **settings: Any) -> MemoryP
 def test_plan_of_weights_gradients_and_state_follows_from_the_sizes(
     ranks: int, settings: dict[str, Any], weights: int, gradients: int, state: int
 ) -> None:
-    found = plan(ranks, **settings)
+    found = plan_of(ranks, **settings)
     assert (found.weights, found.gradients, found.optimizer_state) == (weights + 16, gradients, state)
 
 
@@ -71,7 +71,7 @@ def test_plan_with_tensor_sizes_divides_the_dimension_of_the_tensor_plan() -> No
     assert found.gradients == (60 + 7 * 3 + 42) * 4
     both = plan_memory(model, ParallelConfig(tensor=2, shard=2), 4)
     assert both.gradients == (5 * 6 + 4 * 3 + 4 * 6) * 4
-    assert not plan(2, tensor=2).certain
+    assert not plan_of(2, tensor=2).certain
     assert [tensor_size(model.rows, most) for most in (2, 4, 8)] == [2, 2, 2]
     assert (tensor_size(ROWS, 8), tensor_size((replace(first, split=0),), 8)) == (1, 1)
 
@@ -81,7 +81,7 @@ def test_plan_with_known_stages_counts_them_exactly() -> None:
     found = plan_memory(replace(MODEL, stages=stages), ParallelConfig(pipeline=2), 2)
     assert found.certain
     assert (found.weights, found.optimizer_state) == (102 * 4 + 16, 102 * 8 + 8)
-    assert not plan(2, pipeline=2).certain
+    assert not plan_of(2, pipeline=2).certain
 
 
 def test_plan_of_a_pipeline_shards_only_blocks_and_gathers_once_if_they_fit() -> None:
@@ -105,7 +105,7 @@ def test_plan_of_a_pipeline_shards_only_blocks_and_gathers_once_if_they_fit() ->
 def test_plan_setting_text_is_valid_in_a_script() -> None:
     rows = tuple(replace(row, split=0) for row in large(400).rows)
     for model in (large(400), replace(large(400), rows=rows)):
-        for setting in tried(model, 16):
+        for setting in candidates_of(model, 16):
             (given,) = re.findall(r"parallel=(\{.*?\}|\"\w+\")", setting.text)
             TrainerConfig(parallel=json.loads(given))
 
@@ -136,24 +136,24 @@ def test_plan_counts_offloaded_bytes_on_the_host(
     assert (found.weights, found.gradients, found.optimizer_state, found.optimizer_temporaries) == device
     assert found.host == host
     assert "in host memory" in str(found)
-    assert "in host memory" not in str(plan(ranks, **settings))
+    assert "in host memory" not in str(plan_of(ranks, **settings))
 
 
 def test_plan_of_communication_has_gathered_units_and_copies_of_gradients() -> None:
-    assert plan(strategy="ddp").communication == 0
-    assert plan(strategy="ddp", compression="fp16").communication == 25 << 20  # one bucket
+    assert plan_of(strategy="ddp").communication == 0
+    assert plan_of(strategy="ddp", compression="fp16").communication == 25 << 20  # one bucket
     root, block = 60 * 4 + 6, 42 * 4
-    assert plan(4, strategy="fsdp").communication == root + 2 * block + 2 * 60 * 4
+    assert plan_of(4, strategy="fsdp").communication == root + 2 * block + 2 * 60 * 4
 
 
 def test_plan_total_has_activations_or_copies_of_the_optimizer() -> None:
-    found = plan()
+    found = plan_of()
     assert found.activations + found.temporaries == 5 + 1200
     assert found.optimizer_temporaries == VALUES * 4
     assert found.total == found.exact + 1205 + 2 * CONTEXT_BYTES
-    small = plan(model=replace(MODEL, passed=PassMemory(0, 0, 0)))
+    small = plan_of(model=replace(MODEL, passed=PassMemory(0, 0, 0)))
     assert small.total == small.exact + VALUES * 4 + 2 * CONTEXT_BYTES
-    assert plan(model=replace(MODEL, copies_weights=False)).optimizer_temporaries == 0
+    assert plan_of(model=replace(MODEL, copies_weights=False)).optimizer_temporaries == 0
 
 
 def test_plan_with_checkpointing_keeps_inputs_of_blocks_and_recomputes_one() -> None:
@@ -183,7 +183,7 @@ def large(gib: int) -> ModelMemory:
     ],
 )
 def test_plan_settings_are_in_order_of_cost(gib: int, text: str) -> None:
-    first = next(each for each in tried(large(gib), 8) if each.plan.total <= 80 * GIB)
+    first = next(each for each in candidates_of(large(gib), 8) if each.plan.total <= 80 * GIB)
     assert first.text == text
 
 
@@ -241,6 +241,6 @@ def test_refuse_considers_only_exact_bytes() -> None:
 
 def test_plan_of_two_byte_weights_has_no_copies_of_autocast() -> None:
     casting = replace(large(400), passed=replace(large(400).passed, casts=200 * GIB))
-    first = next(each for each in tried(casting, 8, 160 * GIB) if each.plan.total <= 160 * GIB)
+    first = next(each for each in candidates_of(casting, 8, 160 * GIB) if each.plan.total <= 160 * GIB)
     assert 'precision="bf16-true"' in first.text
     assert first.plan.exact == 400 * GIB // 8 * 2 + 64 * 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from loguru import logger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig, Update
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
@@ -18,11 +18,12 @@ from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.fake import FakeTensors, LiveBytes, is_fake
 from ddp_kit.memory.measure import PeakMemory, TrainingPass
 from ddp_kit.memory.plan_report import PlanPrinted
+from tests.support.toys import SampleStream, regression_data
 
 WIDTH = 32
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, 4 * WIDTH)
@@ -33,21 +34,23 @@ class Block(nn.Module):
         return found
 
 
-def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, WIDTH), nn.BatchNorm1d(WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+def residual_network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(3, WIDTH), nn.BatchNorm1d(WIDTH), ResidualBlock(), ResidualBlock(), nn.Linear(WIDTH, 1)
+    )
 
 
-def data(samples: int = 64) -> TensorDataset:
-    return TensorDataset(torch.randn(samples, 3), torch.randn(samples, 1))
+DATA = regression_data(64)
 
 
-def squares(model: nn.Module, batch: Any) -> Tensor:
+def unfused_error(model: nn.Module, batch: Any) -> Tensor:
+    """The mean squared error, with each intermediate result in memory."""
     return (model(batch[0]) - batch[1]).square().mean()
 
 
-def trainer(loss_fn: Any = squares, model: nn.Module | None = None, **settings: Any) -> Trainer:
+def planning_trainer(loss_fn: Any = unfused_error, model: nn.Module | None = None, **settings: Any) -> Trainer:
     settings = {"global_batch_size": 16, "max_steps": 2} | settings
-    return Trainer(model or network(), lambda parameters: torch.optim.AdamW(parameters, lr=0.1), loss_fn,
+    return Trainer(model or residual_network(), lambda parameters: torch.optim.AdamW(parameters, lr=0.1), loss_fn,
                    TrainerConfig(**settings))  # fmt: skip
 
 
@@ -57,9 +60,9 @@ def of(planner: Trainer, data: Any) -> ModelMemory:
 
 
 def test_measured_memory_equals_that_of_real_tensors() -> None:
-    planner = trainer()
-    model = of(planner, data())
-    parts, batch = planner._run, next(iter(DataLoader(data(), 16)))
+    planner = planning_trainer()
+    model = of(planner, DATA)
+    parts, batch = planner._run, next(iter(DataLoader(DATA, 16)))
     training = TrainingPass([parts.loss_fn], batch, parts.precision, parts.config, parts.world.device)
     blocks = [planner.model[2], planner.model[3]]  # type: ignore[index]
     real = measure._pass(planner.model, blocks, training, parts.loss_fn)
@@ -89,18 +92,17 @@ def test_live_bytes_counts_memory_until_it_is_released() -> None:
 
 
 def test_plan_does_not_change_the_run() -> None:
-    planner, other = trainer(), trainer()
+    planner, other = planning_trainer(), planning_trainer()
     other.model.load_state_dict(copy.deepcopy(planner.model.state_dict()))
-    samples = data()
     before = torch.random.get_rng_state()
-    planned = planner.plan(samples)
+    planned = planner.plan(DATA)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not any(is_fake(each) for each in (*planner.model.parameters(), *planner.model.buffers()))
     for each in (planner, other):
-        each.fit(samples)
+        each.fit(DATA)
     for mine, theirs in zip(planner.model.state_dict().values(), other.model.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
-    assert planner.plan(samples) == planned
+    assert planner.plan(DATA) == planned
     states = (planner.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
     for mine, theirs in zip(*(state.values() for state in states), strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -109,33 +111,30 @@ def test_plan_does_not_change_the_run() -> None:
 def test_plan_of_several_updates_copies_each_optimizer_without_its_state() -> None:
     model = nn.ModuleDict({"first": nn.Linear(3, 1), "second": nn.Linear(3, 1)})
     updates = [
-        Update(name, lambda model, batch, name=name: squares(model[name], batch), torch.optim.Adam(part.parameters()))
+        Update(
+            name, lambda model, batch, name=name: unfused_error(model[name], batch), torch.optim.Adam(part.parameters())
+        )
         for name, part in model.items()
     ]
     planner = Trainer(model, updates=updates, config=TrainerConfig(global_batch_size=16, max_steps=2))
-    before = planner.plan(data())
+    before = planner.plan(DATA)
     assert before.problems == ()
     assert before.optimizer_state == 2 * (4 * 8 + 2 * 4)
-    planner.fit(data())
-    assert planner.plan(data()) == before
+    planner.fit(DATA)
+    assert planner.plan(DATA) == before
     assert not any(map(is_fake, updates[0].optimizer.param_groups[0]["params"]))
 
 
 def test_state_of_lbfgs_is_planned_but_not_certain_at_the_start() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), history_size=10)
-    planner = Trainer(model, optimizer, squares, TrainerConfig(global_batch_size=16, max_steps=2))
-    assert planner.plan(data()).optimizer_state == 4 * 4 * 22
+    planner = Trainer(model, optimizer, unfused_error, TrainerConfig(global_batch_size=16, max_steps=2))
+    assert planner.plan(DATA).optimizer_state == 4 * 4 * 22
     assert measure.state_to_come(optimizer) == 0
     assert measure.state_to_come(torch.optim.Adam(model.parameters())) == 4 * 8
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter([*data()])
-
-
-class Own(Dataset[Any]):
+class RandomSamples(Dataset[Any]):
     def __len__(self) -> int:
         return 64
 
@@ -143,9 +142,12 @@ class Own(Dataset[Any]):
         return torch.randn(3), torch.randn(1)
 
 
-@pytest.mark.parametrize("given", [Stream(), Own(), DataLoader(data(), batch_size=16)])
+@pytest.mark.parametrize("given", [SampleStream(DATA), RandomSamples(), DataLoader(DATA, batch_size=16)])
 def test_plan_reads_the_batch_from_every_kind_of_data(given: Any) -> None:
-    assert of(trainer(global_batch_size=None if isinstance(given, DataLoader) else 16), given).passed.batch == 16 * 16
+    assert (
+        of(planning_trainer(global_batch_size=None if isinstance(given, DataLoader) else 16), given).passed.batch
+        == 16 * 16
+    )
 
 
 def test_plan_of_a_loss_function_that_reads_model_values_reports_a_problem() -> None:
@@ -153,18 +155,18 @@ def test_plan_of_a_loss_function_that_reads_model_values_reports_a_problem() -> 
         chosen = batch[1][:, 0] > -9.0
         return Loss((model(batch[0][chosen])).sum(), weight=int(chosen.sum()))
 
-    assert of(trainer(counted), data()).problems == ()
+    assert of(planning_trainer(counted), DATA).problems == ()
 
     def peeking(model: nn.Module, batch: Any) -> Tensor:
-        loss = squares(model, batch)
+        loss = unfused_error(model, batch)
         return loss * (2.0 if loss.item() > 1 else 1.0)
 
-    (problem,) = of(trainer(peeking), data()).problems
+    (problem,) = of(planning_trainer(peeking), DATA).problems
     assert problem.startswith("activations: the loss function cannot run on tensors without values: ")
 
 
 def test_plan_measures_autocast_and_two_byte_weights() -> None:
-    whole, half, cast = (of(trainer(precision=name), data()) for name in ("fp32", "bf16-true", "bf16"))
+    whole, half, cast = (of(planning_trainer(precision=name), DATA) for name in ("fp32", "bf16-true", "bf16"))
     assert {row.itemsize for row in half.rows} == {2}
     assert {row.state_per_value for row in half.rows} == {4}
     assert half.passed.activations < whole.passed.activations
@@ -174,9 +176,10 @@ def test_plan_measures_autocast_and_two_byte_weights() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_estimate_of_checkpointing_equals_the_measurement(precision: str) -> None:
-    plain = of(trainer(precision=precision, global_batch_size=256), data(256)).passed
+    plain = of(planning_trainer(precision=precision, global_batch_size=256), regression_data(256)).passed
     less = of(
-        trainer(precision=precision, global_batch_size=256, memory={"activation_checkpointing": "blocks"}), data(256)
+        planning_trainer(precision=precision, global_batch_size=256, memory={"activation_checkpointing": "blocks"}),
+        regression_data(256),
     ).passed
     estimated = plain.with_less(checkpointing=1.0, offload=False)
     assert less.activations < 0.6 * plain.activations
@@ -202,27 +205,27 @@ def test_plan_command_makes_fit_print_a_plan(
 ) -> None:
     monkeypatch.setenv(PLAN_RANKS, "4")
     monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
-    planner = trainer(parallel="fsdp", accumulation_steps=2, checkpoint={"dir": "nowhere"}, compile="model")
+    planner = planning_trainer(parallel="fsdp", accumulation_steps=2, checkpoint={"dir": "nowhere"}, compile="model")
     assert planner.batch_plan.micro_batch == 2
-    assert planner.evaluate(data()).keys() == {"loss"}
+    assert planner.evaluate(DATA).keys() == {"loss"}
     with pytest.raises(PlanPrinted) as ended:
-        planner.fit(data())
+        planner.fit(DATA)
     assert ended.value.code == 0
     told = capsys.readouterr().out
     assert "parallel='fsdp', precision='fp32', micro-batch 2; on each of 4 devices:" in told
     assert "fits: 1.0 GiB of 2.0 GiB" in told
     with pytest.raises(ConfigError, match="the parallel sizes do not match"):
-        trainer(parallel={"shard": 3})
+        planning_trainer(parallel={"shard": 3})
 
 
 def test_plan_command_with_auto_prints_its_choice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    values = sum(each.numel() for each in network().parameters())
+    values = sum(each.numel() for each in residual_network().parameters())
     monkeypatch.setenv(PLAN_RANKS, "4")
     monkeypatch.setenv(PLAN_MEMORY, str(int(values * 16 / 0.7)))  # what is not trained is missing
     with pytest.raises(PlanPrinted):
-        trainer(parallel="auto").fit(data())
+        planning_trainer(parallel="auto").fit(DATA)
     first, second, third, *_ = capsys.readouterr().out.splitlines()
     assert re.match(r"parallel='auto': parallel=\"zero1\" needs \d+\.\d\d KiB of ", first)
     assert re.match(r'  does not fit: parallel="ddp" needs \d+\.\d\d KiB of ', second)
@@ -232,9 +235,9 @@ def test_plan_command_with_auto_prints_its_choice(
 def test_plan_finds_parameters_of_stages_by_running_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLAN_RANKS, "4")
     monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
-    model = nn.Sequential(nn.Linear(3, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(nn.Linear(3, WIDTH), ResidualBlock(), ResidualBlock(), ResidualBlock(), nn.Linear(WIDTH, 1))
     model[0].weight.requires_grad_(requires_grad=False)
-    found = of(trainer(model=model, parallel={"pipeline": 2}), data())
+    found = of(planning_trainer(model=model, parallel={"pipeline": 2}), DATA)
     assert found.problems == ()
     first, last = found.stages
     shared = {"0.weight"}  # frozen: all stages keep it
@@ -244,9 +247,9 @@ def test_plan_finds_parameters_of_stages_by_running_them(monkeypatch: pytest.Mon
     assert {name[0] for name in first & last} == {"0"}
 
     def reading(model: nn.Module, batch: Any) -> Tensor:
-        return squares(model, batch) + model[1].inner.weight.sum().item()  # type: ignore[index,union-attr]
+        return unfused_error(model, batch) + model[1].inner.weight.sum().item()  # type: ignore[index,union-attr]
 
-    (_, problem) = of(trainer(reading, model, parallel={"pipeline": 2}), data()).problems
+    (_, problem) = of(planning_trainer(reading, model, parallel={"pipeline": 2}), DATA).problems
     assert problem.startswith("weights of each pipeline stage: ")
 
 
@@ -254,11 +257,11 @@ def test_plan_uses_the_tensor_plan_of_the_configuration(monkeypatch: pytest.Monk
     monkeypatch.setenv(PLAN_RANKS, "2")
     monkeypatch.setenv(PLAN_MEMORY, str(2 * 1024**3))
     table = {"*.inner": "column", "*.outer": "row"}
-    found = of(trainer(parallel={"tensor": 2, "tensor_plan": table}), data())
+    found = of(planning_trainer(parallel={"tensor": 2, "tensor_plan": table}), DATA)
     assert found.problems == ()
     split = {row.name: row.split for row in found.rows if row.name.startswith("2.")}
     assert split == {"2.inner.weight": 0, "2.inner.bias": 0, "2.outer.weight": 1, "2.outer.bias": None}
-    (problem,) = of(trainer(parallel={"tensor": 2}), data()).problems
+    (problem,) = of(planning_trainer(parallel={"tensor": 2}), DATA).problems
     assert problem.startswith(
         "layers that tensor parallelism splits: parallel.tensor needs a plan of the layers to split"
     )
@@ -299,12 +302,12 @@ def test_peak_memory_is_logged_once_after_the_first_steps(
 
 
 def test_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = sum(each.numel() for each in network().parameters())
+    values = sum(each.numel() for each in residual_network().parameters())
     buffers = 2 * WIDTH * 4 + 8
     for memory, fits in ((values * 16 + buffers, True), (values * 16 + buffers - 1, False), (values * 8 - 1, False)):
         monkeypatch.setattr(choose, "device_memory", lambda _device, memory=memory: memory)
         if fits:
-            trainer()
+            planning_trainer()
         else:
             with pytest.raises(ConfigError, match="the run cannot fit in memory: weights"):
-                trainer()
+                planning_trainer()

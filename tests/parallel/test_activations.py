@@ -33,7 +33,7 @@ def small_activations_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "COMPRESSED_BYTES", 1024)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Of a GPT, called with keywords as well, with separate projections, dropout of torch, and Python's chance."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        blocks = [Block() for _ in range(4)]
+        blocks = [GPTBlock() for _ in range(4)]
         self.blocks = nn.ModuleList([*blocks, blocks[0]])  # one has a second turn, as in ALBERT
         self.scale = nn.Parameter(torch.tensor(0.9))
 
@@ -229,7 +229,7 @@ def test_model_is_restored_after_the_forward_pass() -> None:
     memory = Activations(model, MemoryConfig(activation_checkpointing="blocks"))
     with memory.forward_context():
         assert list(model.state_dict()) == names
-    assert copy.deepcopy(model.blocks[0]).forward.__func__ is Block.forward  # type: ignore[operator,union-attr]
+    assert copy.deepcopy(model.blocks[0]).forward.__func__ is GPTBlock.forward  # type: ignore[operator,union-attr]
     assert all(vars(module).keys() == was.keys() for module, was in zip(model.modules(), before, strict=True))
 
 

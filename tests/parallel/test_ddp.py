@@ -1,7 +1,7 @@
 """What is DistributedDataParallel's alone; what holds for every strategy is in end_to_end."""
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,14 +33,7 @@ def test_compression_changes_the_sent_gradients_little(start: Start) -> None:
     assert run.stdout.count("refused parallel.compression='bf16' is not available on this machine") == 2
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-class Fails(torch.autograd.Function):
+class FailingBackward(torch.autograd.Function):
     """The identity, whose backward pass fails if `fails`."""
 
     @staticmethod
@@ -77,7 +70,7 @@ def test_abandoned_step_reduces_each_bucket_once_and_allocates_no_gradients(
         reduced.clear()
         strategy.begin_step()
         with strategy.accumulating(last=True):
-            loss = last(Fails.apply(first(torch.ones(1, 4)), step == fails_in)).sum()
+            loss = last(FailingBackward.apply(first(torch.ones(1, 4)), step == fails_in)).sum()
             if step == fails_in:
                 with pytest.raises(torch.OutOfMemoryError):
                     strategy.backward(loss)

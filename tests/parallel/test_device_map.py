@@ -27,12 +27,13 @@ from ddp_kit.parallel import device_map, strategy_for
 from ddp_kit.parallel.ddp import DdpReducer
 from ddp_kit.parallel.device_map import DeviceMapStrategy, SingleRankDeviceMap, automatic_map, expanded, indices_of
 from ddp_kit.parallel.strategy import scale_gradients
+from tests.support.toys import world_of_cpus
 
 TWO = (torch.device("cpu", 0), torch.device("cpu", 1))
 SPLIT = {"": 0, "blocks.2-3": 1}
 
 
-class Block(nn.Module):
+class BlockWithDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
@@ -41,13 +42,13 @@ class Block(nn.Module):
         return x + self.linear(self.norm(x)) * rest["scale"]
 
 
-class Network(nn.Module):
+class NetworkWithDict(nn.Module):
     """Blocks that get a tensor of the model itself in a dict, among the arguments by name."""
 
     def __init__(self, tied: bool = False, blocks: int = 4) -> None:
         super().__init__()
         self.embed = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+        self.blocks = nn.ModuleList([BlockWithDict() for _ in range(blocks)])
         self.drop = nn.Dropout(0.5)
         self.head = nn.Linear(4, 4)
         self.register_buffer("scale", torch.ones(4))  # numbers without dimensions may be mixed
@@ -62,12 +63,8 @@ class Network(nn.Module):
         return found
 
 
-def world(gpus: tuple[torch.device, ...] = ()) -> World:
-    return World(0, 1, 0, 1, 0, torch.device("cpu"), gpus)
-
-
-def made(model: nn.Module, given_map: Any, gpus: tuple[torch.device, ...] = ()) -> SingleRankDeviceMap:
-    strategy = strategy_for(ParallelConfig(device_map=given_map), world(gpus))
+def mapped_strategy(model: nn.Module, given_map: Any, gpus: tuple[torch.device, ...] = ()) -> SingleRankDeviceMap:
+    strategy = strategy_for(ParallelConfig(device_map=given_map), world_of_cpus(gpus=gpus))
     assert isinstance(strategy, SingleRankDeviceMap)
     strategy.check(model)
     strategy.setup(model)
@@ -78,7 +75,7 @@ def made(model: nn.Module, given_map: Any, gpus: tuple[torch.device, ...] = ()) 
 
 
 def test_device_map_prefers_longer_names_and_expands_ranges() -> None:
-    model = Network()
+    model = NetworkWithDict()
     found = indices_of(model, expanded(model, {"": 2, "blocks.1-3": 1, "blocks.2.norm": 0}))
     assert found == {
         **{"": 2, "embed": 2, "head": 2, "blocks.0.norm": 2, "blocks.0.linear": 2},
@@ -92,9 +89,9 @@ def test_device_map_prefers_longer_names_and_expands_ranges() -> None:
     [
         (
             {"": 0, "block.0": 1},
-            "names 'block.0', but Network has no module 'block.0'\n  hint: did you mean 'blocks.0'?",
+            "names 'block.0', but NetworkWithDict has no module 'block.0'\n  hint: did you mean 'blocks.0'?",
         ),
-        ({"": 0, "blocks.2-4": 1}, "names 'blocks.2-4', but Network has no module 'blocks.4'"),
+        ({"": 0, "blocks.2-4": 1}, "names 'blocks.2-4', but NetworkWithDict has no module 'blocks.4'"),
         ({"": 0, "blocks.3-2": 1}, "the range 3-2 in 'blocks.3-2' is empty"),
         ({"": 0, "blocks.0-2": 1, "blocks.2-3": 0}, "'blocks.2' in two entries: 'blocks.0-2' and 'blocks.2-3'"),
         (
@@ -110,9 +107,9 @@ def test_device_map_prefers_longer_names_and_expands_ranges() -> None:
     ],
 )
 def test_device_map_that_is_invalid_is_refused_with_the_reason(given_map: dict[str, int], said: str) -> None:
-    model = Network(tied=True)
+    model = NetworkWithDict(tied=True)
     with pytest.raises(ConfigError) as caught:
-        strategy_for(ParallelConfig(device_map=given_map), world(TWO)).check(model)
+        strategy_for(ParallelConfig(device_map=given_map), world_of_cpus(gpus=TWO)).check(model)
     assert said in str(caught.value)
 
 
@@ -174,8 +171,8 @@ def on_devices(model: nn.Module, given_map: Mapping[str, int]) -> nn.Module:
     ],
 )
 def test_device_map_runs_every_operation_on_one_device(given_map: dict[str, int]) -> None:
-    model = on_devices(Network(), given_map)
-    strategy = made(model, given_map, TWO)
+    model = on_devices(NetworkWithDict(), given_map)
+    strategy = mapped_strategy(model, given_map, TWO)
     output = model(torch.empty(3, 4, device=TWO[0]))
     assert output.device == TWO[0]
     output.sum().backward()
@@ -191,15 +188,15 @@ def test_device_map_runs_every_operation_on_one_device(given_map: dict[str, int]
 
 @pytest.mark.usefixtures("fake")
 def test_model_on_several_devices_without_a_device_map_fails() -> None:
-    model = on_devices(Network(), SPLIT)
+    model = on_devices(NetworkWithDict(), SPLIT)
     with pytest.raises(RuntimeError, match="same device|different devices"):
         model(torch.empty(3, 4, device=TWO[0]))
 
 
 @pytest.mark.usefixtures("fake")
 def test_device_map_returns_output_to_the_device_of_the_input_and_moves_once() -> None:
-    model = on_devices(Network(), SPLIT)
-    strategy = made(model, SPLIT, TWO)
+    model = on_devices(NetworkWithDict(), SPLIT)
+    strategy = mapped_strategy(model, SPLIT, TWO)
     strategy._place(model)  # as after a step that ran out of memory: hooks are not doubled
     moved: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -211,8 +208,8 @@ def test_device_map_returns_output_to_the_device_of_the_input_and_moves_once() -
 
 
 def test_device_map_places_weights_and_buffers() -> None:
-    model = Network()
-    made(model, {"": 1, "blocks": 0}, (torch.device("cpu"), torch.device("meta")))
+    model = NetworkWithDict()
+    mapped_strategy(model, {"": 1, "blocks": 0}, (torch.device("cpu"), torch.device("meta")))
     assert {str(each.device) for each in model.blocks.parameters()} == {"cpu"}
     assert {str(each.device) for each in (model.embed.weight, model.head.bias, model.scale)} == {"meta"}
 
@@ -226,7 +223,7 @@ def test_device_map_trains_bitwise_like_one_device(given_map: Any) -> None:
     for parallel in ({}, {"device_map": given_map}):
         torch.manual_seed(3)
         trainer = Trainer(
-            Network(tied=True),
+            NetworkWithDict(tied=True),
             lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
             lambda model, batch: (model(batch[0]) - batch[1]).square().mean(),
             TrainerConfig(epochs=2, global_batch_size=5, accumulation_steps=2, max_grad_norm=0.5, parallel=parallel),
@@ -241,7 +238,7 @@ def test_device_map_trains_bitwise_like_one_device(given_map: Any) -> None:
 def test_ddp_reducer_with_parameters_on_several_devices_contributes_zeros_without_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, losses = on_devices(Network(), {"": 1, "blocks": 0}), list[Tensor]()
+    model, losses = on_devices(NetworkWithDict(), {"": 1, "blocks": 0}), list[Tensor]()
     reducer = DdpReducer(SimpleNamespace(module=model, broadcast_buffers=True), ())
     monkeypatch.setattr(reducer, "reduced", lambda loss: losses.append(loss) or loss)
     reducer.reduce_zeros()
@@ -254,8 +251,8 @@ def test_bits_of_weights_on_several_devices_are_one_number() -> None:
 
 
 def test_device_map_loads_a_checkpoint_to_the_device_of_each_parameter() -> None:
-    model = Network()
-    strategy = made(model, {"": 0, "head": 1}, (torch.device("cpu"), torch.device("meta")))
+    model = NetworkWithDict()
+    strategy = mapped_strategy(model, {"": 0, "head": 1}, (torch.device("cpu"), torch.device("meta")))
     optimizer = torch.optim.AdamW([{"params": model.head.parameters()}, {"params": model.embed.parameters()}])
     of_model = ModelPart(strategy, strategy.world, trainable_only=False)
     of_optimizer = OptimizerPart(strategy, optimizer, optimizer, "AdamW")
@@ -273,13 +270,13 @@ def test_device_map_loads_a_checkpoint_to_the_device_of_each_parameter() -> None
 
 
 def test_automatic_map_divides_blocks_and_other_modules_in_order() -> None:
-    found = automatic_map(Network(), [math.inf] * 2)
+    found = automatic_map(NetworkWithDict(), [math.inf] * 2)
     assert device_map.map_text(found) == '{"": 0, "embed": 0, "blocks.0-1": 0, "blocks.2-3": 1, "head": 1}'
-    assert automatic_map(Network(), [math.inf]) == {"": 0}
+    assert automatic_map(NetworkWithDict(), [math.inf]) == {"": 0}
 
 
 def test_automatic_map_counts_an_embedding_as_memory_without_work() -> None:
-    model = Network()
+    model = NetworkWithDict()
     model.embed = torch.nn.Embedding(100_000, 4)
     found = automatic_map(model, [math.inf] * 2)
     assert (found["blocks.1"], found["blocks.2"]) == (0, 1), "the blocks are divided evenly"
@@ -292,14 +289,14 @@ def test_automatic_map_counts_an_embedding_as_memory_without_work() -> None:
 
 
 def test_automatic_map_keeps_tied_tensors_on_one_device() -> None:
-    found = automatic_map(Network(tied=True), [math.inf] * 3)
+    found = automatic_map(NetworkWithDict(tied=True), [math.inf] * 3)
     assert found["head"] == found["embed"] == 0
     assert max(found.values()) == 2
 
 
 @given(st.integers(2, 6), st.integers(1, 8), st.booleans())
 def test_automatic_map_is_complete_and_uses_every_device_possible(blocks: int, devices: int, tied: bool) -> None:
-    model = Network(tied, blocks)
+    model = NetworkWithDict(tied, blocks)
     found = automatic_map(model, [math.inf] * devices)
     indices_of(model, found)
     links = blocks + (2 if tied else 3)  # the model's own buffer, embed, and head unless it is tied
@@ -307,11 +304,11 @@ def test_automatic_map_is_complete_and_uses_every_device_possible(blocks: int, d
 
 
 def test_automatic_map_respects_memory_and_refuses_a_model_that_does_not_fit() -> None:
-    block = sum(each.nbytes for each in Block().parameters()) * 4  # gradients and two states
-    found = automatic_map(Network(), [1.5 * block, 100 * block])
+    block = sum(each.nbytes for each in BlockWithDict().parameters()) * 4  # gradients and two states
+    found = automatic_map(NetworkWithDict(), [1.5 * block, 100 * block])
     assert [found[f"blocks.{number}"] for number in range(4)] == [1, 1, 1, 1]
     with pytest.raises(ConfigError, match="no split into consecutive stages fits"):
-        automatic_map(Network(), [block, block])
+        automatic_map(NetworkWithDict(), [block, block])
 
 
 def test_automatic_map_of_a_model_without_repeated_blocks_is_refused() -> None:

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import StepLR
 
 from ddp_kit import ConfigError, Trainer, TrainerConfig
 from ddp_kit.parallel.offload import OffloadedOptimizer
+from tests.support.toys import same_state, state_of, trainer_for
 
 OFFLOADED = {"offload": "optimizer"}
 
 
-class Model(nn.Module):
+class PartlyFrozen(nn.Module):
     """With a layer that is frozen, and one whose gradient is sparse."""
 
     def __init__(self, sparse: bool) -> None:
@@ -35,30 +36,19 @@ class Model(nn.Module):
 DATA = [(torch.tensor(number % 7), torch.tensor(number % 3)) for number in range(40)]
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-def trainer_for(
-    memory: dict[str, bool], make: Callable[..., Any], loss: Any = loss_fn, *, sparse: bool = False, **settings: Any
+def offloading_trainer(
+    memory: dict[str, bool], make: Callable[..., Any], loss: Any = token_loss, *, sparse: bool = False, **settings: Any
 ) -> Trainer:
-    torch.manual_seed(0)
-    config = {"max_steps": 6, "global_batch_size": 8, "max_grad_norm": 0.5, **settings}
-    return Trainer(
-        Model(sparse), make, loss, TrainerConfig(**config, memory=memory), scheduler=lambda made: StepLR(made, 2)
-    )
+    settings = {"max_steps": 6, "max_grad_norm": 0.5, "scheduler": lambda made: StepLR(made, 2), **settings}
+    return trainer_for(model=lambda: PartlyFrozen(sparse), loss_fn=loss, optimizer=make, memory=memory, **settings)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05)
-
-
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: each.clone() for name, each in trainer.model.state_dict().items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 class Overflows:
@@ -69,7 +59,7 @@ class Overflows:
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         self.calls += 1
-        return loss_fn(model, batch) * (1e38 if self.calls % 3 == 0 else 1.0)
+        return token_loss(model, batch) * (1e38 if self.calls % 3 == 0 else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -87,18 +77,18 @@ class Overflows:
 def test_offloaded_run_is_bitwise_identical_to_one_without(make: Callable[..., Any], settings: dict[str, Any]) -> None:
     found = []
     for memory in ({}, OFFLOADED):
-        loss = Overflows() if settings.get("precision") == "fp16" else loss_fn
-        trainer = trainer_for(memory, make, loss, **settings)
+        loss = Overflows() if settings.get("precision") == "fp16" else token_loss
+        trainer = offloading_trainer(memory, make, loss, **settings)
         result = trainer.fit(DATA)
-        found.append((weights(trainer), result.skipped, [row.loss for row in result.history]))
-    assert same(found[0][0], found[1][0])
+        found.append((state_of(trainer.model), result.skipped, [row.loss for row in result.history]))
+    assert same_state(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
     assert found[0][1] == (2 if settings.get("precision") == "fp16" else 0)
-    assert not same(found[0][0], weights(trainer_for({}, make, **settings)))
+    assert not same_state(found[0][0], state_of(offloading_trainer({}, make, **settings).model))
 
 
 def test_offloaded_optimizer_has_copies_and_updates_the_model() -> None:
-    trainer = trainer_for(OFFLOADED, adamw)
+    trainer = offloading_trainer(OFFLOADED, adamw)
     own = {each.data_ptr() for each in trainer.model.parameters() if each.requires_grad}
     steps = trainer.steps(DATA)
     next(steps)
@@ -117,41 +107,41 @@ def test_offloaded_optimizer_keeps_its_existing_state() -> None:
     found = []
     for memory in ({}, OFFLOADED):
         torch.manual_seed(0)
-        model = Model(sparse=False)
+        model = PartlyFrozen(sparse=False)
         optimizer = adamw(model.parameters())
-        loss_fn(model, (torch.arange(7), torch.arange(7) % 3)).backward()  # type: ignore[no-untyped-call]
+        token_loss(model, (torch.arange(7), torch.arange(7) % 3)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        trainer = Trainer(model, optimizer, loss_fn, TrainerConfig(max_steps=2, memory=memory))
+        trainer = Trainer(model, optimizer, token_loss, TrainerConfig(max_steps=2, memory=memory))
         trainer.fit(DATA)
-        found.append(weights(trainer))
-    assert same(*found)
+        found.append(state_of(trainer.model))
+    assert same_state(*found)
 
 
 @pytest.mark.parametrize(("first", "second"), [(OFFLOADED, OFFLOADED), ({}, OFFLOADED), (OFFLOADED, {})])
 def test_offloaded_run_resumes_bitwise_with_and_without_offloading(first: Any, second: Any, tmp_path: Path) -> None:
-    whole = trainer_for({}, adamw)
+    whole = offloading_trainer({}, adamw)
     whole.fit(DATA)
     folder = {"checkpoint": {"dir": tmp_path, "every_steps": 100}}
-    trainer_for(first, adamw, max_steps=3, **folder).fit(DATA)
-    resumed = trainer_for(second, adamw, **folder)
+    offloading_trainer(first, adamw, max_steps=3, **folder).fit(DATA)
+    resumed = offloading_trainer(second, adamw, **folder)
     assert resumed.step == 3
     resumed.fit(DATA)
-    assert same(weights(whole), weights(resumed))
+    assert same_state(state_of(whole.model), state_of(resumed.model))
 
 
 def test_offloaded_trial_steps_are_rolled_back() -> None:
     found = []
     for search in (False, True):
-        trainer = trainer_for(OFFLOADED, adamw)
+        trainer = offloading_trainer(OFFLOADED, adamw)
         if search:
             trainer.find_learning_rate(DATA, steps=5)
         trainer.fit(DATA)
-        found.append(weights(trainer))
-    assert same(*found)
+        found.append(state_of(trainer.model))
+    assert same_state(*found)
 
 
 def test_offloaded_plan_counts_state_on_the_host() -> None:
-    trainer = trainer_for(OFFLOADED, adamw)
+    trainer = offloading_trainer(OFFLOADED, adamw)
     values = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
     plan = trainer.plan(DATA)
     assert plan.optimizer_state == 0
@@ -174,7 +164,7 @@ class OnGpuOnly(torch.optim.SGD):
 )
 def test_offloaded_optimizer_that_needs_a_gpu_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        trainer_for(OFFLOADED, make)
+        offloading_trainer(OFFLOADED, make)
 
 
 def test_offloaded_optimizer_check_changes_nothing() -> None:
@@ -199,7 +189,7 @@ def test_offloaded_run_has_no_optimizer_state_on_the_gpu(precision: str) -> None
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)), nn.Linear(1024, 3))
         config = TrainerConfig(max_steps=5, global_batch_size=8, log_every_steps=1, precision=precision, memory=memory)
         data = [(torch.randn(1024), torch.tensor(number % 3)) for number in range(40)]
-        trainer = Trainer(model, lambda each: torch.optim.AdamW(each, lr=1e-4, fused=True), loss_fn, config)
+        trainer = Trainer(model, lambda each: torch.optim.AdamW(each, lr=1e-4, fused=True), token_loss, config)
         result = trainer.fit(data)
         peaks.append(torch.cuda.max_memory_allocated() - before)
         found.append([row.loss for row in result.history])
@@ -241,4 +231,4 @@ def test_optimizer_that_changes_weights_outside_of_its_step_is_refused() -> None
     with pytest.raises(
         ConfigError, match=r"Modes has train\(\) and eval\(\), which change the weights outside of step"
     ):
-        trainer_for(OFFLOADED, lambda parameters: Modes(parameters, lr=0.1))
+        offloading_trainer(OFFLOADED, lambda parameters: Modes(parameters, lr=0.1))

@@ -13,9 +13,10 @@ from ddp_kit.parallel.pipeline.buffers import PipelineBuffers, changed_buffers
 from ddp_kit.parallel.pipeline.model import Activation, StageModel, chain_of, sharded_parameters
 from ddp_kit.parallel.pipeline.strategy import PipelineStrategy
 from ddp_kit.parallel.strategy import sizes_of
+from tests.support.toys import mean_square
 
 
-class Block(nn.Module):
+class ScaledBlock(nn.Module):
     def __init__(self, width: int = 3) -> None:
         super().__init__()
         self.layer = nn.Linear(width, width)
@@ -26,13 +27,13 @@ class Block(nn.Module):
         return y
 
 
-class Model(nn.Module):
+class Stages(nn.Module):
     """`order`: of the blocks; `between`, `after`: what is done with the outputs of blocks."""
 
     def __init__(self, order: Any = range(4), between: Any = None, after: Any = None) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(4))
         self.head = nn.Linear(3, 1)
         self.order, self.between, self.after = order, between, after
 
@@ -46,18 +47,13 @@ class Model(nn.Module):
         return y
 
 
-def mean(model: nn.Module, batch: Tensor) -> Tensor:
-    value: Tensor = model(batch).square().mean()
-    return value
-
-
-def config(**settings: Any) -> ParallelConfig:
+def pipeline_config(**settings: Any) -> ParallelConfig:
     return ParallelConfig(**{"pipeline": 2} | settings)
 
 
-def loss_in_two_stages(model: nn.Module, function: Any = mean, **settings: Any) -> Tensor:
+def loss_in_two_stages(model: nn.Module, function: Any = mean_square, **settings: Any) -> Tensor:
     """Run a forward and a backward pass in two stages, and return the loss."""
-    chain, batch = chain_of(model, config(**settings)), torch.linspace(-1, 2, 10).reshape(5, 2)
+    chain, batch = chain_of(model, pipeline_config(**settings)), torch.linspace(-1, 2, 10).reshape(5, 2)
     activation = StageModel(model, chain, 0).call(function, batch)
     assert isinstance(activation, Activation)
     received = activation.tensor.detach().requires_grad_()
@@ -69,9 +65,9 @@ def loss_in_two_stages(model: nn.Module, function: Any = mean, **settings: Any) 
 
 
 def test_stages_compute_the_model_s_loss_and_gradients_and_leave_it_unchanged() -> None:
-    model, batch = Model(), torch.linspace(-1, 2, 10).reshape(5, 2)
+    model, batch = Stages(), torch.linspace(-1, 2, 10).reshape(5, 2)
     names = [name for name, _ in model.named_modules()]
-    expected = mean(model, batch)
+    expected = mean_square(model, batch)
     gradients = torch.autograd.grad(expected, [*model.parameters()])
     loss = loss_in_two_stages(model)
     assert loss.item() == expected.item()
@@ -79,21 +75,25 @@ def test_stages_compute_the_model_s_loss_and_gradients_and_leave_it_unchanged() 
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-6, atol=1e-9)
     assert [name for name, _ in model.named_modules()] == names
-    assert all(type(block) is Block for block in model.blocks)
+    assert all(type(block) is ScaledBlock for block in model.blocks)
 
 
 @pytest.mark.parametrize(
     ("model", "function", "message"),
     [
         (
-            Model(order=(0, 2, 1, 3)),
-            mean,
+            Stages(order=(0, 2, 1, 3)),
+            mean_square,
             "out of order: blocks.2 was called where blocks.1 was expected.*\n.*parallel='fsdp' needs neither",
         ),
-        (Model(order=(0, 1, 2)), mean, "ran 3 of its 4 blocks"),
-        (Model(between=torch.relu), mean, "changes the output of blocks.1 before it calls blocks.2"),
-        (Model(after=lambda outputs: outputs[1] + outputs[-1]), mean, "not only through the next block"),
-        (Model(), lambda model, batch: mean(model, batch) + mean(model, batch), "out of order: blocks.0 was"),
+        (Stages(order=(0, 1, 2)), mean_square, "ran 3 of its 4 blocks"),
+        (Stages(between=torch.relu), mean_square, "changes the output of blocks.1 before it calls blocks.2"),
+        (Stages(after=lambda outputs: outputs[1] + outputs[-1]), mean_square, "not only through the next block"),
+        (
+            Stages(),
+            lambda model, batch: mean_square(model, batch) + mean_square(model, batch),
+            "out of order: blocks.0 was",
+        ),
     ],
 )
 def test_stages_of_a_model_that_is_no_chain_of_blocks_raise_an_error(
@@ -101,48 +101,51 @@ def test_stages_of_a_model_that_is_no_chain_of_blocks_raise_an_error(
 ) -> None:
     with pytest.raises(LossError, match=message):
         loss_in_two_stages(model, function)
-    assert all(type(block) is Block for block in model.blocks)  # type: ignore[union-attr]
+    assert all(type(block) is ScaledBlock for block in model.blocks)  # type: ignore[union-attr]
 
 
 def test_stage_whose_loss_function_does_not_call_the_model_raises_an_error() -> None:
-    model = Model()
+    model = Stages()
     with pytest.raises(LossError, match="ran 0 of its 4 blocks"):
-        StageModel(model, chain_of(model, config()), 0).call(lambda model, batch: batch.sum(), torch.ones(2))
+        StageModel(model, chain_of(model, pipeline_config()), 0).call(lambda model, batch: batch.sum(), torch.ones(2))
 
 
 def test_stages_by_default_have_about_equally_many_weights() -> None:
-    model = nn.Sequential(*(Block(width) for width in (9, 3, 3, 3)))
-    assert chain_of(model, config()).stages == (range(1), range(1, 4))
+    model = nn.Sequential(*(ScaledBlock(width) for width in (9, 3, 3, 3)))
+    assert chain_of(model, pipeline_config()).stages == (range(1), range(1, 4))
 
 
 def test_stages_with_names_begin_at_these_modules() -> None:
-    assert chain_of(Model(), config(pipeline=3, pipeline_stages=("blocks.1", "blocks.3"))).stages == (
+    assert chain_of(Stages(), pipeline_config(pipeline=3, pipeline_stages=("blocks.1", "blocks.3"))).stages == (
         range(1),
         range(1, 3),
         range(3, 4),
     )
-    assert chain_of(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), config(pipeline_stages=("1",))).prefix == ""
+    assert (
+        chain_of(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), pipeline_config(pipeline_stages=("1",))).prefix
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
         (nn.Linear(2, 2), {}, "no repeated blocks"),
-        (nn.ModuleDict({"a": Model(), "b": Model()}), {}, "several places: a.blocks, b.blocks"),
-        (Model(), {"pipeline": 5}, "makes 5 stages, but the model Model has only 4 repeated"),
-        (Model(), {"pipeline_stages": ()}, "names 0 modules"),
-        (Model(), {"pipeline_stages": ("blocks.9",)}, "no such module"),
-        (Model(), {"pipeline_stages": ("head",)}, "do not belong to the same nn.ModuleList"),
-        (Model(), {"pipeline_stages": ("blocks.0",)}, "the first stage always begins"),
-        (Model(), {"pipeline": 3, "pipeline_stages": ("blocks.2", "blocks.1")}, "not in the order"),
-        (nn.Sequential(Block(), Block(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
-        (nn.Sequential(nn.Embedding(3, 3, sparse=True), Block(), Block()), {}, "sparse gradients: 0"),
+        (nn.ModuleDict({"a": Stages(), "b": Stages()}), {}, "several places: a.blocks, b.blocks"),
+        (Stages(), {"pipeline": 5}, "makes 5 stages, but the model Stages has only 4 repeated"),
+        (Stages(), {"pipeline_stages": ()}, "names 0 modules"),
+        (Stages(), {"pipeline_stages": ("blocks.9",)}, "no such module"),
+        (Stages(), {"pipeline_stages": ("head",)}, "do not belong to the same nn.ModuleList"),
+        (Stages(), {"pipeline_stages": ("blocks.0",)}, "the first stage always begins"),
+        (Stages(), {"pipeline": 3, "pipeline_stages": ("blocks.2", "blocks.1")}, "not in the order"),
+        (nn.Sequential(ScaledBlock(), ScaledBlock(), nn.BatchNorm1d(3)), {}, "BatchNorm.*: 2\n.*use LayerNorm"),
+        (nn.Sequential(nn.Embedding(3, 3, sparse=True), ScaledBlock(), ScaledBlock()), {}, "sparse gradients: 0"),
     ],
 )
 def test_pipeline_of_an_unsupported_model_or_setting_raises_an_error(
     model: nn.Module, settings: dict[str, Any], message: str
 ) -> None:
-    parallel = config(**settings)
+    parallel = pipeline_config(**settings)
     ranks = parallel.pipeline * max(1, parallel.shard)
     with pytest.raises(ConfigError, match=message):
         PipelineStrategy(World(0, ranks, 0, ranks, 0, torch.device("cpu")), parallel).check(model)
@@ -156,7 +159,7 @@ def test_pipeline_schedule_with_several_stages_per_rank_names_the_schedules(sche
 
 
 def test_ranks_of_a_pipeline_share_samples_and_only_the_last_one_contributes() -> None:
-    ranks = [PipelineStrategy(World(rank, 4, rank, 4, 0, torch.device("cpu")), config()) for rank in range(4)]
+    ranks = [PipelineStrategy(World(rank, 4, rank, 4, 0, torch.device("cpu")), pipeline_config()) for rank in range(4)]
     assert [(each.data_rank, each.data_ranks, each.contributes) for each in ranks] == [
         (0, 2, False),
         (1, 2, False),
@@ -168,7 +171,7 @@ def test_ranks_of_a_pipeline_share_samples_and_only_the_last_one_contributes() -
 
 def test_ranks_of_a_tensor_group_share_samples_and_ranks_that_shard_do_not() -> None:
     world = [World(rank, 16, rank, 16, 0, torch.device("cpu")) for rank in range(16)]
-    ranks = [PipelineStrategy(each, config(tensor=2, shard=2)) for each in world]
+    ranks = [PipelineStrategy(each, pipeline_config(tensor=2, shard=2)) for each in world]
     assert [each.data_rank for each in ranks] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert {each.data_ranks for each in ranks} == {4}
     assert [each.world.rank for each in ranks if each.contributes] == [8, 10, 12, 14]
@@ -176,12 +179,12 @@ def test_ranks_of_a_tensor_group_share_samples_and_ranks_that_shard_do_not() -> 
 
 
 def test_sharded_parameters_are_those_of_exactly_one_block() -> None:
-    model = Model()
+    model = Stages()
     model.blocks[1].layer.weight = model.blocks[0].layer.weight  # type: ignore[union-attr]
     model.blocks[2].layer.bias = model.head.weight  # type: ignore[union-attr]
     model.blocks[3].scale = nn.Parameter(torch.tensor(1.0))  # type: ignore[union-attr]
     names = {parameter: name for name, parameter in model.named_parameters()}
-    sharded = sharded_parameters(model, chain_of(model, config()))
+    sharded = sharded_parameters(model, chain_of(model, pipeline_config()))
     assert {names[parameter]: block for parameter, block in sharded.items()} == {
         "blocks.0.layer.bias": "blocks.0",
         "blocks.1.layer.bias": "blocks.1",
@@ -191,7 +194,7 @@ def test_sharded_parameters_are_those_of_exactly_one_block() -> None:
     }
 
 
-class Counting(nn.Module):
+class BlockWithCounter(nn.Module):
     """A block with a buffer."""
 
     def __init__(self) -> None:
@@ -202,11 +205,11 @@ class Counting(nn.Module):
 
 def buffers_of(model: nn.Module, ranks: int) -> PipelineBuffers:
     world = World(0, ranks, 0, ranks, 0, torch.device("cpu"))
-    return PipelineBuffers(model, chain_of(model, config()), sizes_of(config(), ranks), world)
+    return PipelineBuffers(model, chain_of(model, pipeline_config()), sizes_of(pipeline_config(), ranks), world)
 
 
 def model_with_buffers() -> nn.ModuleDict:
-    model = nn.ModuleDict({"blocks": nn.ModuleList([Counting(), Counting()])})
+    model = nn.ModuleDict({"blocks": nn.ModuleList([BlockWithCounter(), BlockWithCounter()])})
     model.register_buffer("seen", torch.zeros(()))
     model.register_buffer("table", torch.zeros(()))
     return model

@@ -65,7 +65,7 @@ def test_check_elementwise_refuses_at_the_start_of_a_warm_up_too() -> None:
         check_elementwise(optimizer)
 
 
-class Own(torch.optim.Optimizer):
+class RuleOptimizer(torch.optim.Optimizer):
     """What users write: some rule for each tensor of a group, or for all."""
 
     def __init__(
@@ -92,9 +92,9 @@ class Own(torch.optim.Optimizer):
 
 def test_check_elementwise_tries_every_group() -> None:
     first, second = parameters()
-    check_elementwise(Own([{"params": [first]}, {"params": [second], "lr": 0.2}]))
+    check_elementwise(RuleOptimizer([{"params": [first]}, {"params": [second], "lr": 0.2}]))
     with pytest.raises(ConfigError, match="depends on other values"):
-        check_elementwise(Own([{"params": [first]}, {"params": [second], "rule": "normalised"}]))
+        check_elementwise(RuleOptimizer([{"params": [first]}, {"params": [second], "rule": "normalised"}]))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_check_elementwise_tries_every_group() -> None:
 )
 def test_check_elementwise_refuses_rules_over_several_values(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        check_elementwise(Own(parameters(), **settings))
+        check_elementwise(RuleOptimizer(parameters(), **settings))
 
 
 class FromSize(torch.optim.SGD):
@@ -165,7 +165,7 @@ def test_check_elementwise_accepts_every_elementwise_optimizer_with_any_shape(sh
             pytest.fail(f"{kind}: {refused}")
 
 
-class Counting(torch.optim.SGD):
+class DividingSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for each in (one for group in self.param_groups for one in group["params"]):
             each.grad /= each.numel() / each.numel()
@@ -176,12 +176,12 @@ def test_check_elementwise_refuses_an_optimizer_that_fails_on_empty_tensors() ->
     with pytest.raises(
         ConfigError, match="shards may be empty, but a trial run on empty tensors fails with ZeroDivisionError"
     ):
-        check_elementwise(Counting(parameters(), lr=0.1))
+        check_elementwise(DividingSGD(parameters(), lr=0.1))
 
 
 def test_check_elementwise_does_not_change_the_users_settings() -> None:
     calls: list[int] = []
-    check_elementwise(Own(parameters(), calls=calls))
+    check_elementwise(RuleOptimizer(parameters(), calls=calls))
     assert calls == []
 
 

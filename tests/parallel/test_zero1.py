@@ -3,12 +3,11 @@
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_kit import ConfigError, LossError
@@ -25,7 +24,7 @@ Start = Callable[..., "subprocess.CompletedProcess[str]"]
 OPTIMIZERS = ("AdamW", "Adagrad")  # both have a 0-dim `step`; Adagrad's constructor creates it
 
 
-class Scaled(nn.Module):
+class ScaledLayer(nn.Module):
     """A layer whose output is multiplied by a parameter of shape (), like CLIP's logit_scale."""
 
     def __init__(self) -> None:
@@ -33,18 +32,11 @@ class Scaled(nn.Module):
         self.up, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(2.6))
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_zero1_optimizer_state_of_a_scalar_is_restored(name: str, rank: int) -> None:
-    model = Scaled()
+    model = ScaledLayer()
     optimizer = getattr(torch.optim, name)(model.parameters())
     strategy = Zero1Strategy(World(rank, 2, rank, 2, 0, torch.device("cpu")), ParallelConfig(strategy="zero1"))
     strategy.setup(model)

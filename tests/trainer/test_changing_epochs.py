@@ -15,7 +15,7 @@ from ddp_kit import Callback, ConfigError, DataError, Trainer, TrainerConfig, sc
 GROWING, SHRINKING = [8, 12, 16], [16, 12, 5]
 
 
-class Numbers(Dataset[Tensor]):
+class NumberedSamples(Dataset[Tensor]):
     """Sample i of epoch e is (i, e). `lengths`: of each epoch."""
 
     def __init__(self, lengths: list[int]) -> None:
@@ -53,17 +53,17 @@ class Pairs(BatchSampler):
 
 
 def with_sampler(lengths: list[int]) -> Any:
-    return DataLoader(Numbers([16] * 3), batch_size=2, sampler=Backwards(lengths))
+    return DataLoader(NumberedSamples([16] * 3), batch_size=2, sampler=Backwards(lengths))
 
 
 def with_batch_sampler(lengths: list[int]) -> Any:
-    return DataLoader(Numbers([16] * 3), batch_sampler=Pairs(Backwards(lengths), 2, drop_last=False))
+    return DataLoader(NumberedSamples([16] * 3), batch_sampler=Pairs(Backwards(lengths), 2, drop_last=False))
 
 
-MAKERS = [Numbers, with_sampler, with_batch_sampler]
+MAKERS = [NumberedSamples, with_sampler, with_batch_sampler]
 
 
-class Run:
+class NotedRun:
     """Notes the samples of each epoch, and what the Trainer says of the run's length at each step."""
 
     def __init__(self, folder: Path | None = None, scheduler: Any = None, **settings: Any) -> None:
@@ -84,7 +84,7 @@ class Run:
         noted += [tuple(map(int, sample)) for sample in batch.tolist()]
         return model(batch).square().mean()
 
-    def train(self, data: Any, until: int | None = None, between: Callable[[], object] = lambda: None) -> "Run":
+    def train(self, data: Any, until: int | None = None, between: Callable[[], object] = lambda: None) -> "NotedRun":
         """`until`: the step at which to save and leave. `between()`: called at the end of each epoch."""
         for step in self.trainer.steps(data):
             self.totals.append(self.trainer.total_steps)
@@ -107,14 +107,14 @@ class Run:
 @pytest.mark.parametrize("lengths", [GROWING, SHRINKING], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("make", MAKERS)
 def test_epoch_has_the_length_of_its_dataset_or_sampler(make: Any, lengths: list[int]) -> None:
-    run = Run(global_batch_size=4 if make is Numbers else None).train(make(lengths))
+    run = NotedRun(global_batch_size=4 if make is NumberedSamples else None).train(make(lengths))
     assert run.lengths == lengths
     assert [sorted(each) for each in run.samples.values()] == [
         [(index, epoch) for index in range(length)] for epoch, length in enumerate(lengths)
     ]
     steps = sum(-(-length // 4) for length in lengths)
     assert run.trainer.step == steps == run.totals[-1]
-    if make is not Numbers:
+    if make is not NumberedSamples:
         assert set(run.totals) == {steps}, "a sampler is asked for the lengths of all epochs before the first step"
 
 
@@ -122,16 +122,16 @@ def test_epoch_has_the_length_of_its_dataset_or_sampler(make: Any, lengths: list
 @pytest.mark.parametrize("lengths", [GROWING, SHRINKING], ids=["growing", "shrinking"])
 @pytest.mark.parametrize("make", MAKERS)
 def test_run_resumes_in_an_epoch_of_another_length(tmp_path: Path, make: Any, lengths: list[int], left: int) -> None:
-    settings = {"global_batch_size": 4 if make is Numbers else None}
-    whole = Run(**settings).train(make(lengths))
-    first = Run(tmp_path, **settings).train(make(lengths), until=left)
-    second = Run(tmp_path, **settings).train(make(lengths))
+    settings = {"global_batch_size": 4 if make is NumberedSamples else None}
+    whole = NotedRun(**settings).train(make(lengths))
+    first = NotedRun(tmp_path, **settings).train(make(lengths), until=left)
+    second = NotedRun(tmp_path, **settings).train(make(lengths))
     assert second.weights == whole.weights
     assert second.trainer.total_steps == whole.trainer.total_steps
     assert [*first.samples.values(), *second.samples.values()] != []
     joined = [sample for run in (first, second) for samples in run.samples.values() for sample in samples]
     assert joined == [sample for samples in whole.samples.values() for sample in samples]
-    again = Run(tmp_path, **settings)  # a finished run asks for no epoch after the last one
+    again = NotedRun(tmp_path, **settings)  # a finished run asks for no epoch after the last one
     assert again.trainer.fit(make(lengths)).steps == whole.trainer.step
 
 
@@ -139,37 +139,37 @@ def test_run_resumes_in_an_epoch_of_another_length(tmp_path: Path, make: Any, le
 @pytest.mark.parametrize("make", [with_sampler, with_batch_sampler])
 def test_scheduler_steps_of_a_varying_sampler_is_the_length_of_the_run(make: Any, lengths: list[int]) -> None:
     data = make(lengths)
-    steps = scheduler_steps(Run().config, data)
+    steps = scheduler_steps(NotedRun().config, data)
     assert steps == sum(-(-length // 4) for length in lengths)
-    run = Run(scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=steps)).train(data)
+    run = NotedRun(scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=steps)).train(data)
     with pytest.raises(ValueError, match="Tried to step"):  # not one tick was left
         run.trainer.scheduler.step()  # type: ignore[union-attr]
 
 
 def test_scheduler_steps_of_a_plain_sampler_is_counted() -> None:
-    data = DataLoader(Numbers([16] * 3), batch_size=2, sampler=[3, 1, 2])
+    data = DataLoader(NumberedSamples([16] * 3), batch_size=2, sampler=[3, 1, 2])
     assert scheduler_steps(TrainerConfig(epochs=3), data) == 6
 
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_epoch_without_samples_is_refused(make: Any) -> None:
-    run = Run(global_batch_size=4 if make is Numbers else None)
+    run = NotedRun(global_batch_size=4 if make is NumberedSamples else None)
     with pytest.raises(DataError, match="has length 0 in epoch 3: there are no samples"):
         run.train(make([8, 4, 0]))
-    assert run.trainer.step == (3 if make is Numbers else 0), "a sampler is asked before the first step"
+    assert run.trainer.step == (3 if make is NumberedSamples else 0), "a sampler is asked before the first step"
 
 
 def test_epoch_without_a_complete_step_is_refused() -> None:
-    run = Run(global_batch_size=8, data={"drop_last": True})
+    run = NotedRun(global_batch_size=8, data={"drop_last": True})
     with pytest.raises(DataError, match="12 samples, fewer than the global batch of 14: there is no complete step in"):
-        Run(global_batch_size=14, data={"drop_last": True}).train(Numbers([16, 12, 16]))
-    assert run.train(Numbers([*SHRINKING[:2], 8])).lengths == [16, 8, 8]
+        NotedRun(global_batch_size=14, data={"drop_last": True}).train(NumberedSamples([16, 12, 16]))
+    assert run.train(NumberedSamples([*SHRINKING[:2], 8])).lengths == [16, 8, 8]
 
 
 # --- a dataset that changes between epochs ---------------------------------------------------------------------------
 
 
-class Grows(Dataset[Tensor]):
+class GrowingSamples(Dataset[Tensor]):
     """Has no `set_epoch`: other code changes it."""
 
     def __init__(self) -> None:
@@ -186,25 +186,25 @@ class Grows(Dataset[Tensor]):
 
 
 def test_dataset_that_grows_is_trained_on_from_the_next_epoch(said: list[str]) -> None:
-    data = Grows()
-    run = Run(global_batch_size=4).train(data, between=data.grow)
+    data = GrowingSamples()
+    run = NotedRun(global_batch_size=4).train(data, between=data.grow)
     assert run.lengths == GROWING
     assert run.totals == [6] * 2 + [8] * 3 + [9] * 4
     assert not any("differs in length" in line for line in said), "nothing was created for a number of steps"
 
 
 def test_scheduler_for_a_length_that_changes_is_warned_about(said: list[str]) -> None:
-    data = Grows()
-    Run(global_batch_size=4, scheduler=lambda o: CosineAnnealingLR(o, 6)).train(data, between=data.grow)
+    data = GrowingSamples()
+    NotedRun(global_batch_size=4, scheduler=lambda o: CosineAnnealingLR(o, 6)).train(data, between=data.grow)
     lines = [line for line in said if "differs in length" in line]
     assert lines[0].startswith("epoch 2 differs in length from the previous epoch, so the run has 8 steps, not 6; the")
     assert "set max_steps" in lines[0]
     assert len(lines) == 2
-    data, run = Grows(), Run(global_batch_size=4, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=6))
+    data, run = GrowingSamples(), NotedRun(global_batch_size=4, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=6))
     with pytest.raises(ConfigError, match="has 8 steps, not 6; the scheduler allows only 4 more steps"):
         run.train(data, between=data.grow)
-    limited = Run(global_batch_size=4, max_steps=6, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=6))
-    data = Grows()
+    limited = NotedRun(global_batch_size=4, max_steps=6, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=6))
+    data = GrowingSamples()
     assert limited.train(data, between=data.grow).lengths == [8, 12, 4]
 
 
@@ -222,20 +222,20 @@ READERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_every_process_that_reads_a_dataset_calls_its_set_epoch(reader: Any) -> None:
-    settings, data = reader(ConcatDataset([Subset(Numbers([4, 8, 8]), range(4)), Numbers([4, 8, 8])]))
-    run = Run(data=settings, micro_batch_size=4, accumulation_steps=1).train(data)
+    settings, data = reader(ConcatDataset([Subset(NumberedSamples([4, 8, 8]), range(4)), NumberedSamples([4, 8, 8])]))
+    run = NotedRun(data=settings, micro_batch_size=4, accumulation_steps=1).train(data)
     assert {epoch: {at for _, at in samples} for epoch, samples in run.samples.items()} == {0: {0}, 1: {1}, 2: {2}}
 
 
 @pytest.mark.parametrize("reader", [*READERS.values()][:4], ids=[*READERS][:4])
 def test_every_process_reads_a_changed_dataset_in_the_next_epoch(reader: Any) -> None:
-    data = Grows()
+    data = GrowingSamples()
     settings, given = reader(data)
-    run = Run(data=settings, micro_batch_size=4, accumulation_steps=1).train(given, between=data.grow)
+    run = NotedRun(data=settings, micro_batch_size=4, accumulation_steps=1).train(given, between=data.grow)
     assert [sorted({number for number, _ in samples}) for samples in run.samples.values()] == [[0], [0, 1], [0, 1, 2]]
 
 
-class Stream(IterableDataset[Tensor]):
+class RisingStream(IterableDataset[Tensor]):
     level = 0.0
 
     def rise(self) -> None:
@@ -247,12 +247,12 @@ class Stream(IterableDataset[Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_that_changes_is_read_in_the_next_epoch(workers: int) -> None:
-    data = Stream()
-    run = Run(data={"num_workers": workers}).train(data, between=data.rise)
+    data = RisingStream()
+    run = NotedRun(data={"num_workers": workers}).train(data, between=data.rise)
     assert [{number for number, _ in samples} for samples in run.samples.values()] == [{0}, {1}, {2}]
 
 
-class Draws(Numbers):
+class Draws(NumberedSamples):
     """Chooses a number for each epoch at random."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -265,10 +265,10 @@ class Draws(Numbers):
 def test_sampler_of_a_resumed_run_draws_the_same_and_changes_no_random_state(
     tmp_path: Path,
 ) -> None:
-    whole = Run(data={"shuffle": False}).train(Draws([]))
-    Run(tmp_path, data={"shuffle": False}).train(Draws([]), until=1)
+    whole = NotedRun(data={"shuffle": False}).train(Draws([]))
+    NotedRun(tmp_path, data={"shuffle": False}).train(Draws([]), until=1)
     torch.rand(3)
-    second = Run(tmp_path, data={"shuffle": False}).train(Draws([]))
+    second = NotedRun(tmp_path, data={"shuffle": False}).train(Draws([]))
     assert [second.samples[epoch] for epoch in (1, 2)] == [whole.samples[epoch] for epoch in (1, 2)]
     assert len({samples[0] for samples in whole.samples.values()}) == 3
     before = torch.get_rng_state()
@@ -279,7 +279,7 @@ def test_sampler_of_a_resumed_run_draws_the_same_and_changes_no_random_state(
 class GrowsAtEvaluations(Callback):
     """Notes the mean number of each evaluation, and lets the data grow after it."""
 
-    def __init__(self, data: Grows) -> None:
+    def __init__(self, data: GrowingSamples) -> None:
         self.data = data
         self.means: list[float] = []
 
@@ -290,7 +290,7 @@ class GrowsAtEvaluations(Callback):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_evaluation_uses_every_sample_that_the_dataset_has_then(workers: int) -> None:
-    grows = GrowsAtEvaluations(Grows())
+    grows = GrowsAtEvaluations(GrowingSamples())
     model = nn.Linear(2, 1)
     trainer = Trainer(
         model,

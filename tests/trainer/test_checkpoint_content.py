@@ -1,59 +1,33 @@
 """What a checkpoint holds, whenever it is asked for, and that a run resumes from it exactly."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, Callback, CheckpointError, CSVLogger, Trainer, TrainerConfig, load_model
+from ddp_kit import EMA, Callback, CheckpointError, CSVLogger, Trainer, load_model
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.reader import load
+from tests.support.toys import adam, input_data, mean_square, parameters_of, sgd, trainer_for
 
 STEPS = 6
 
 
-def data() -> TensorDataset:
-    return TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(0)))
+DATA = input_data(48)
 
 
-def trainer_for(
-    folder: Any,
-    *callbacks: Callback,
-    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-    metrics: Any = None,
-    checkpoint: Any = None,
-    model: nn.Module | None = None,
-    **settings: Any,
-) -> Trainer:
-    torch.manual_seed(1)
-    model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    config = TrainerConfig(
-        **{"global_batch_size": 8, "max_steps": STEPS, **settings},
-        checkpoint={"dir": folder, "keep_last": 99, "save": "blocking", **(checkpoint or {})},
-    )
-    return Trainer(
-        model,
-        optimizer,
-        lambda placed, batch: placed(batch[0]).square().mean(),
-        config,
-        callbacks=callbacks,
-        metrics=metrics,
-    )
-
-
-def weights(trainer: Trainer) -> list[Tensor]:
-    return [each.detach().clone() for each in trainer.model.parameters()]
+saving_trainer = partial(trainer_for, loss_fn=mean_square, optimizer=sgd(0.05), max_steps=STEPS, keep_last=99)
 
 
 def newest(folder: Path) -> dict[str, Any]:
     return load(checkpoints(folder)[0].path)
 
 
-def same(state: dict[str, Any], expected: list[Tensor]) -> bool:
+def has_weights(state: dict[str, Any], expected: list[Tensor]) -> bool:
     return all(map(torch.equal, state["model"].values(), expected))
 
 
@@ -73,14 +47,14 @@ def fail(*_: Any) -> Tensor:
 
 
 def test_save_after_a_failed_evaluation_has_the_weights_and_not_the_average(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, EMA(0.5), metrics={"fails": fail})
-    trainer.fit(data())
-    trained = weights(trainer)
+    trainer = saving_trainer(tmp_path, EMA(0.5), metrics={"fails": fail})
+    trainer.fit(DATA)
+    trained = parameters_of(trainer.model)
     with pytest.raises(ValueError, match="on purpose"):
-        trainer.evaluate(data())
-    assert all(map(torch.equal, weights(trainer), trained))
+        trainer.evaluate(DATA)
+    assert all(map(torch.equal, parameters_of(trainer.model), trained))
     trainer.save()
-    assert same(newest(tmp_path), trained)
+    assert has_weights(newest(tmp_path), trained)
 
 
 def test_save_within_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
@@ -88,38 +62,38 @@ def test_save_within_an_evaluation_waits_for_its_end(tmp_path: Path) -> None:
         trainer.save()
         return output.mean()
 
-    trainer = trainer_for(tmp_path, EMA(0.5), metrics={"saves": saves})
-    for step in trainer.steps(data()):
+    trainer = saving_trainer(tmp_path, EMA(0.5), metrics={"saves": saves})
+    for step in trainer.steps(DATA):
         if step.number == 3:
-            trainer.evaluate(data())
-            trained = weights(trainer)
+            trainer.evaluate(DATA)
+            trained = parameters_of(trainer.model)
         if step.number == 4:
             break
     assert [found.step for found in checkpoints(tmp_path)] == [3]
-    assert same(newest(tmp_path), trained)
+    assert has_weights(newest(tmp_path), trained)
 
 
 def test_save_in_a_callback_has_the_state_after_all_callbacks_of_the_step(tmp_path: Path) -> None:
     def evaluate_and_save(trainer: Trainer) -> None:
-        trainer.evaluate(data())
+        trainer.evaluate(DATA)
         trainer.save()
 
     ema = EMA(0.5)
-    trainer = trainer_for(tmp_path, Does(3, evaluate_and_save), ema)
-    for step in trainer.steps(data()):
+    trainer = saving_trainer(tmp_path, Does(3, evaluate_and_save), ema)
+    for step in trainer.steps(DATA):
         if step.number == 3:
             expected = [each.clone() for each in ema.state_dict()["average"].values()]
-            trained = weights(trainer)
+            trained = parameters_of(trainer.model)
     (found,) = [one for one in checkpoints(tmp_path) if one.step == 3]
     state = load(found.path)
-    assert same(state, trained)
+    assert has_weights(state, trained)
     assert all(map(torch.equal, state["callbacks"][1][1]["average"].values(), expected))
 
 
 def test_save_after_a_callback_has_raised_is_made(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, Does(2, fail))
+    trainer = saving_trainer(tmp_path, Does(2, fail))
     with pytest.raises(ValueError, match="on purpose"):
-        trainer.fit(data())
+        trainer.fit(DATA)
     trainer.save()
     assert [found.step for found in checkpoints(tmp_path)] == [2]
 
@@ -129,9 +103,9 @@ def test_unstorable_callback_state_is_found_after_the_first_step(tmp_path: Path)
         def state_dict(self) -> dict[str, Any]:
             return {"function": print}
 
-    trainer = trainer_for(tmp_path, Keeps())
+    trainer = saving_trainer(tmp_path, Keeps())
     with pytest.raises(CheckpointError, match=r"callbacks\[0\].*function"):
-        trainer.fit(data())
+        trainer.fit(DATA)
     assert trainer.step == 1
 
 
@@ -152,14 +126,14 @@ class Master(torch.optim.Optimizer):
             parameter.copy_(state["master"])
 
 
-def plain(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+def of_torch(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01)
 
 
 NAMES = ("Adam", "NAdam", "RAdam", "ASGD", "Adamax", "Adagrad", "Rprop", "RMSprop", "Adadelta")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "master": Master,
-    **{name: plain(name) for name in NAMES},
+    **{name: of_torch(name) for name in NAMES},
     "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True, foreach=False),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
 }
@@ -170,13 +144,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_resumes_bitwise(name: str, precision: str, tmp_path: Path) -> None:
     make = OPTIMIZERS[name]
-    whole = trainer_for(None, optimizer=make, precision=precision, checkpoint={"keep_last": 1})
-    whole.fit(data())
-    trainer_for(tmp_path, optimizer=make, precision=precision, max_steps=3).fit(data())
-    resumed = trainer_for(tmp_path, optimizer=make, precision=precision)
+    whole = saving_trainer(None, optimizer=make, precision=precision, checkpoint={"keep_last": 1})
+    whole.fit(DATA)
+    saving_trainer(tmp_path, optimizer=make, precision=precision, max_steps=3).fit(DATA)
+    resumed = saving_trainer(tmp_path, optimizer=make, precision=precision)
     assert resumed.step == 3
-    resumed.fit(data())
-    assert all(map(torch.equal, weights(resumed), weights(whole)))
+    resumed.fit(DATA)
+    assert all(map(torch.equal, parameters_of(resumed.model), parameters_of(whole.model)))
     for one, other in zip(resumed.optimizer.state.values(), whole.optimizer.state.values(), strict=True):
         for key, value in other.items():
             if isinstance(value, Tensor):
@@ -242,12 +216,12 @@ def with_late_buffers(kind: Any) -> nn.Module:
 
 @pytest.mark.parametrize("kind", [OwnQueue, HookedQueue, Watched, Queue])
 def test_buffers_whose_shape_is_set_late_are_loaded_by_their_module(kind: Any, tmp_path: Path) -> None:
-    whole = trainer_for(None, model=with_late_buffers(kind))
-    whole.fit(data())
-    trainer_for(tmp_path, model=with_late_buffers(kind), max_steps=3).fit(data())
-    resumed = trainer_for(tmp_path, model=with_late_buffers(kind))
+    whole = saving_trainer(None, model=with_late_buffers(kind))
+    whole.fit(DATA)
+    saving_trainer(tmp_path, model=with_late_buffers(kind), max_steps=3).fit(DATA)
+    resumed = saving_trainer(tmp_path, model=with_late_buffers(kind))
     assert resumed.step == 3
-    resumed.fit(data())
+    resumed.fit(DATA)
     expected = whole.model.state_dict()
     assert all(torch.equal(each, expected[name]) for name, each in resumed.model.state_dict().items())
     for strict in (True, False):
@@ -260,15 +234,15 @@ def test_buffers_and_parameters_of_another_shape_are_refused(tmp_path: Path) -> 
     def plain(kind: type[Queue], width: int = 1) -> nn.Module:
         return nn.Sequential(kind(), nn.BatchNorm1d(3, affine=False), nn.Linear(3, width))
 
-    trainer_for(tmp_path, model=plain(Queue), max_steps=3).fit(data())
+    saving_trainer(tmp_path, model=plain(Queue), max_steps=3).fit(DATA)
     with pytest.raises(
         CheckpointError, match=r"0.queue has shape \(8, 3\) in the checkpoint, but \(0, 3\) in the model"
     ):
-        trainer_for(tmp_path, model=plain(Queue))
+        saving_trainer(tmp_path, model=plain(Queue))
     with pytest.raises(
         CheckpointError, match=r"2.weight has shape \(1, 3\) in the checkpoint, but \(2, 3\) in the model"
     ):
-        trainer_for(tmp_path, model=plain(OwnQueue, width=2))
+        saving_trainer(tmp_path, model=plain(OwnQueue, width=2))
     assert load_model(tmp_path, plain(Queue), strict=False).mismatched == {"0.queue": ((8, 3), (0, 3))}
 
 
@@ -283,9 +257,9 @@ def test_module_that_refuses_a_buffer_raises_checkpoint_error(tmp_path: Path) ->
     def model() -> nn.Module:
         return nn.Sequential(Stubborn(), nn.Linear(3, 1))
 
-    trainer_for(tmp_path, model=model(), max_steps=3).fit(data())
+    saving_trainer(tmp_path, model=model(), max_steps=3).fit(DATA)
     with pytest.raises(CheckpointError, match="size mismatch for 0.queue"):
-        trainer_for(tmp_path, model=model())
+        saving_trainer(tmp_path, model=model())
     with pytest.raises(CheckpointError, match="size mismatch for 0.queue"):
         load_model(tmp_path, model())
     assert load_model(tmp_path, model(), strict=False).mismatched == {"0.queue": ((8, 3), (0, 3))}
@@ -294,9 +268,9 @@ def test_module_that_refuses_a_buffer_raises_checkpoint_error(tmp_path: Path) ->
 def test_relative_folders_are_resolved_when_trainer_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    trainer = trainer_for("run", CSVLogger("log.csv"), checkpoint={"every_steps": 2})
+    trainer = saving_trainer("run", CSVLogger("log.csv"), checkpoint={"every_steps": 2})
     monkeypatch.chdir(tmp_path / "elsewhere")
-    trainer.fit(data(), data())
+    trainer.fit(DATA, DATA)
     assert [found.step for found in checkpoints(tmp_path / "run")] == [6, 4, 2]
     assert [*Path().iterdir()] == []
     assert (tmp_path / "log.csv").exists()
@@ -304,21 +278,17 @@ def test_relative_folders_are_resolved_when_trainer_is_created(tmp_path: Path, m
 
 def test_folder_that_begins_with_a_tilde_is_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    trainer_for("~/run", CSVLogger("~/log.csv")).fit(data())
+    saving_trainer("~/run", CSVLogger("~/log.csv")).fit(DATA)
     assert (tmp_path / "run" / "record" / "rows.jsonl").is_file()
-    resumed = trainer_for(None, checkpoint={"resume": f"~/run/{checkpoints(tmp_path / 'run')[0].path.name}"})
+    resumed = saving_trainer(None, checkpoint={"resume": f"~/run/{checkpoints(tmp_path / 'run')[0].path.name}"})
     assert resumed.step == STEPS
     assert (tmp_path / "log.csv").exists()
     resumed.resume(f"~/run/{checkpoints(tmp_path / 'run')[0].path.name}")
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
 def test_overlapped_save_writes_the_same_checkpoints_as_a_background_save(tmp_path: Path) -> None:
     for save in ("background", "overlapped"):
-        trainer_for(tmp_path / save, optimizer=adam, checkpoint={"every_steps": 1, "save": save}).fit(data())
+        saving_trainer(tmp_path / save, optimizer=adam(0.05), checkpoint={"every_steps": 1, "save": save}).fit(DATA)
     background, overlapped = (checkpoints(tmp_path / save, hashes=True) for save in ("background", "overlapped"))
     assert [one.step for one in background] == [one.step for one in overlapped] == [*range(STEPS, 0, -1)]
     for one, other in zip(background, overlapped, strict=True):
@@ -333,14 +303,8 @@ def test_overlapped_save_raises_if_a_forward_pass_writes_to_the_weights(tmp_path
                 self.weight.mul_(0.5)
             return super().forward(x)
 
-    torch.manual_seed(1)
-    asked = {"dir": tmp_path, "every_steps": 2, "save": "overlapped"}
-    trainer = Trainer(
-        nn.Sequential(Scales(3, 1)),
-        adam,
-        lambda placed, batch: placed(batch[0]).square().mean(),
-        TrainerConfig(global_batch_size=8, max_steps=STEPS, checkpoint=asked),
-    )
+    model = nn.Sequential(Scales(3, 1))
+    trainer = saving_trainer(tmp_path, model=model, optimizer=adam(0.05), every_steps=2, save="overlapped")
     with pytest.raises(CheckpointError, match=r"of step 2 was not saved: .* wrote to model: 0\.weight\n"):
-        trainer.fit(data())
+        trainer.fit(DATA)
     assert checkpoints(tmp_path) == ()

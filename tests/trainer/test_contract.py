@@ -42,7 +42,7 @@ def counting(kind: type, counts: Counter[str], own: tuple[str, ...] = ()) -> Any
     return subclass
 
 
-class Net(nn.Module):
+class NormedLine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.head = nn.BatchNorm1d(1), nn.Linear(1, 1)
@@ -71,7 +71,7 @@ class AtOnce(Items):
         return [Items.__getitem__(self, index) for index in indices]
 
 
-class Stream(IterableDataset[Any]):
+class CountingStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Tensor]]:
         return ((torch.full((1,), float(index)),) for index in range(SAMPLES))
 
@@ -108,14 +108,14 @@ class Pieces:
             return (counting(base, counts, own) if base is kind and counts is not None else base)(*values, **options)
 
         torch.manual_seed(0)
-        self.model: nn.Module = made(Net)
+        self.model: nn.Module = made(NormedLine)
         optimizer = kind if kind is not None and issubclass(kind, Optimizer) else torch.optim.SGD
         self.optimizer: Optimizer = made(optimizer, self.model.parameters(), lr=0.01)
         self.scheduler: LRScheduler = made(torch.optim.lr_scheduler.ExponentialLR, self.optimizer, 0.5)
         self.loss_fn: Any = made(Squared)
         self.metric: Any = made(Mean)
         self.data: Any = Items()
-        for dataset in (Items, AtOnce, Stream):
+        for dataset in (Items, AtOnce, CountingStream):
             if kind is dataset:
                 self.data = made(dataset)
         if kind is TensorDataset:
@@ -124,7 +124,7 @@ class Pieces:
             self.data = made(Subset, Items(), range(SAMPLES - 1, -1, -1))
         if kind is BatchSampler:
             self.loader: Any = DataLoader(self.data, batch_sampler=made(BatchSampler, Reversed(), BATCH, False))
-        elif kind is DataLoader or kind is Stream:
+        elif kind is DataLoader or kind is CountingStream:
             self.loader = made(DataLoader, self.data, batch_size=BATCH)
         else:
             self.loader = DataLoader(self.data, batch_size=BATCH, sampler=made(Reversed) if kind is Reversed else None)
@@ -159,7 +159,7 @@ def loop_by_hand(pieces: Pieces) -> tuple[list[float], float, float]:
     return [each.item() for each in model.state_dict().values()], sum(losses) / len(losses), value
 
 
-def trained(pieces: Pieces) -> tuple[list[float], float, float]:
+def weights_and_metrics(pieces: Pieces) -> tuple[list[float], float, float]:
     trainer = Trainer(
         pieces.model,
         pieces.optimizer,
@@ -181,14 +181,14 @@ OPTIMIZERS = [
     if inspect.isclass(kind) and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
 ]
 CLASSES: dict[type, tuple[str, ...]] = {
-    Net: (),
+    NormedLine: (),
     Squared: (),
     Mean: (),
     **dict.fromkeys(OPTIMIZERS, ()),
     torch.optim.lr_scheduler.ExponentialLR: (),
     Items: EPOCH,
     AtOnce: EPOCH,
-    Stream: EPOCH,
+    CountingStream: EPOCH,
     TensorDataset: EPOCH,
     Subset: EPOCH,
     Reversed: EPOCH,
@@ -204,7 +204,7 @@ EQUAL = {  # as often as in the loop by hand: these have an effect each time
 def test_methods_that_a_loop_by_hand_calls_are_called(kind: type) -> None:
     by_hand, ours = Counter[str](), Counter[str]()
     expected = loop_by_hand(Pieces(kind, by_hand, CLASSES[kind]))
-    found = trained(Pieces(kind, ours, CLASSES[kind]))
+    found = weights_and_metrics(Pieces(kind, ours, CLASSES[kind]))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert found[1:] == pytest.approx(expected[1:], rel=1e-6)
     assert {name for name in by_hand if not ours[name]} == set()
@@ -229,7 +229,7 @@ STATEFUL: dict[str, Callable[[], Any]] = {
 def test_state_of_data_that_no_checkpoint_contains_is_named(
     name: str, saves: bool, tmp_path: Path, said: list[str]
 ) -> None:
-    model = Net()
+    model = NormedLine()
     config = TrainerConfig(checkpoint={"dir": tmp_path if saves else None}, max_steps=1)
     Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), Squared(), config).fit(STATEFUL[name]())
     named = [line for line in said if "state_dict() of Remembers is not called" in line]

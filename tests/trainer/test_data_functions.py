@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_kit import ConfigError, DataError, Trainer, TrainerConfig
+from tests.support.toys import SampleStream
 
 VALUES = torch.arange(1.0, 25.0)
 
@@ -31,7 +32,7 @@ def noisy(batch: list[Tensor]) -> list[Tensor]:
     return [batch[0] + torch.rand(len(batch[0]))]
 
 
-class Run:
+class RecordedRun:
     """A run whose batches are recorded."""
 
     def __init__(self, folder: Path | None = None, seed_samples: bool = False, **settings: Any) -> None:
@@ -61,13 +62,13 @@ def test_collate_fn_of_the_settings_makes_the_batches(data: Any, workers: int) -
     def padded(samples: list[Tensor]) -> Tensor:
         return pad_sequence(samples, batch_first=True)
 
-    run = Run(max_steps=3, data={"collate_fn": padded, "shuffle": False, "num_workers": workers})
+    run = RecordedRun(max_steps=3, data={"collate_fn": padded, "shuffle": False, "num_workers": workers})
     run.trainer.fit(data, Ragged())
     assert run.batches[2].tolist() == [[3, 3, 3], [4, 0, 0]]  # the first is of the rehearsal
 
 
 def test_two_collate_functions_are_refused() -> None:
-    run = Run(max_steps=1, data={"collate_fn": list, "shuffle": False}, global_batch_size=None)
+    run = RecordedRun(max_steps=1, data={"collate_fn": list, "shuffle": False}, global_batch_size=None)
     loader = DataLoader(Ragged(), batch_size=2, collate_fn=tuple)
     with pytest.raises(ConfigError, match="both the DataLoader and data.collate_fn set a collate function"):
         run.trainer.fit(loader)
@@ -83,18 +84,18 @@ def test_functions_in_the_settings_are_not_saved() -> None:
 
 def test_transforms_draw_separately_and_resume_with_the_same_numbers(tmp_path: Path) -> None:
     data = TensorDataset(VALUES)
-    whole = Run(epochs=2, data={"device_transform": noisy})
+    whole = RecordedRun(epochs=2, data={"device_transform": noisy})
     whole.trainer.fit(data)
     assert len({batch.sum().item() for batch in whole.batches}) == 24
-    split = Run(tmp_path, max_steps=4, data={"device_transform": noisy})
+    split = RecordedRun(tmp_path, max_steps=4, data={"device_transform": noisy})
     split.trainer.fit(data)
-    rest = Run(tmp_path, epochs=2, data={"device_transform": noisy})
+    rest = RecordedRun(tmp_path, epochs=2, data={"device_transform": noisy})
     rest.trainer.fit(data)
     assert all(map(torch.equal, [*split.batches, *rest.batches], whole.batches))
     assert all(map(torch.equal, rest.weights, whole.weights))
-    plain = Run(epochs=2, data={"device_transform": lambda batch: (torch.rand(5), batch)[1]})
+    plain = RecordedRun(epochs=2, data={"device_transform": lambda batch: (torch.rand(5), batch)[1]})
     plain.trainer.fit(data)
-    bare = Run(epochs=2)
+    bare = RecordedRun(epochs=2)
     bare.trainer.fit(data)
     assert all(map(torch.equal, plain.weights, bare.weights))  # dropout draws what it draws without a transform
 
@@ -103,7 +104,7 @@ def test_transforms_draw_separately_and_resume_with_the_same_numbers(tmp_path: P
 def test_transform_of_a_seeded_sample_does_not_depend_on_its_batch(workers: int) -> None:
     seen = {}
     for size, passes in ((4, 1), (8, 2), (6, 3)):
-        run = Run(
+        run = RecordedRun(
             epochs=1,
             seed_samples=True,
             global_batch_size=size,
@@ -118,7 +119,7 @@ def test_transform_of_a_seeded_sample_does_not_depend_on_its_batch(workers: int)
 
 def test_evaluation_uses_its_own_transform() -> None:
     data = {"device_transform": noisy, "eval_device_transform": lambda batch: [-batch[0]], "shuffle": False}
-    run = Run(max_steps=1, data=data, sanity_check="off")
+    run = RecordedRun(max_steps=1, data=data, sanity_check="off")
     run.trainer.fit(TensorDataset(VALUES))
     assert run.trainer.predict(TensorDataset(VALUES), lambda model, batch: batch[0]).tolist() == (-VALUES).tolist()
     run.batches.clear()
@@ -126,23 +127,19 @@ def test_evaluation_uses_its_own_transform() -> None:
     assert torch.cat(run.batches).tolist() == (-VALUES).tolist()
 
 
-class Numbers(IterableDataset[Tensor]):
-    """A stream without a length."""
-
-    def __iter__(self) -> Any:
-        return iter(VALUES)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_users_loader_over_a_stream_makes_the_batches(workers: int) -> None:
-    run = Run(max_steps=2, global_batch_size=None, accumulation_steps=1)
-    run.trainer.fit(DataLoader(Numbers(), batch_size=3, num_workers=workers), DataLoader(Numbers(), batch_size=5))
+    run = RecordedRun(max_steps=2, global_batch_size=None, accumulation_steps=1)
+    run.trainer.fit(
+        DataLoader(SampleStream(VALUES), batch_size=3, num_workers=workers),
+        DataLoader(SampleStream(VALUES), batch_size=5),
+    )
     assert [batch.tolist() for batch in run.batches[:2]] == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_pipeline_around_a_loader_is_refused() -> None:
-    class Pipeline(Numbers):
-        pipeline = [DataLoader(Numbers(), batch_size=4)]
+    class Pipeline(SampleStream):
+        pipeline = [DataLoader(SampleStream(VALUES), batch_size=4)]
 
     with pytest.raises(DataError, match="train_data is a Pipeline around a DataLoader, which yields whole batches"):
-        Run(max_steps=1).trainer.fit(Pipeline())
+        RecordedRun(max_steps=1).trainer.fit(Pipeline(VALUES))

@@ -1,7 +1,5 @@
 """Breaking an evaluation off: where that can be done, and where it cannot."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,13 +10,6 @@ from ddp_kit.data.feed import EvaluationData
 from ddp_kit.trainer.evaluation import evaluate
 
 BATCHES = [(2, torch.ones(2, 3))] * 3
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def seen_until_stopped(meet: bool, after: int, *, divides_weights: bool = False) -> tuple[int, bool]:

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import TensorDataset
 
-from ddp_kit import Callback, Trainer, TrainerConfig
+from ddp_kit import Callback, Trainer
 from ddp_kit.trainer.learning_rates import warmed_up
 from ddp_kit.trainer.scheduler_state import SchedulerPart
 from tests.support.own_entries import Own
+from tests.support.toys import input_data, mean_square, state_of, trainer_for
 
 # torch warns where a ChainedScheduler that is not the last one of a SequentialLR is loaded.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of")
 STEPS = 12
-DATA = TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(0)))
+DATA = input_data(48, 3)
 
 Make = Callable[[Optimizer], LRScheduler]
 
@@ -58,7 +58,7 @@ NESTED = {"SequentialLR", "ChainedScheduler"}
 ABSTRACT = {"LRScheduler", "_LRScheduler"}
 
 
-def made(name: str, arguments: Arguments, **more: Any) -> Make:
+def scheduler_named(name: str, arguments: Arguments, **more: Any) -> Make:
     return lambda optimizer: getattr(lr_scheduler, name)(optimizer, **arguments[name], **more)
 
 
@@ -70,11 +70,11 @@ def chained(*schedulers: Make) -> Make:
     return lambda optimizer: lr_scheduler.ChainedScheduler([make(optimizer) for make in schedulers], optimizer)
 
 
-def cases(arguments: Arguments, milestone: int) -> dict[str, Make]:
+def combinations_of(arguments: Arguments, milestone: int) -> dict[str, Make]:
     """Each scheduler alone, each after a linear warm-up as torch's documentation has it, and nested ones."""
-    plain = {name: made(name, arguments) for name in arguments}
+    plain = {name: scheduler_named(name, arguments) for name in arguments}
     following = {f"LinearLR, then {name}": make for name, make in plain.items() if name != "ReduceLROnPlateau"}
-    warm = made("LinearLR", arguments, start_factor=0.1)
+    warm = scheduler_named("LinearLR", arguments, start_factor=0.1)
     return (
         plain
         | {name: in_turn(warm, make, milestones=[milestone]) for name, make in following.items()}
@@ -95,7 +95,7 @@ def test_every_scheduler_of_torch_has_a_case() -> None:
     )
 
 
-class Rates(Callback):
+class RatesOfGroups(Callback):
     """The learning rates of both parameter groups after each step."""
 
     def __init__(self) -> None:
@@ -105,40 +105,41 @@ class Rates(Callback):
         self.seen.append([group["lr"] for group in trainer.optimizer.param_groups])
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    return model(batch[0]).square().mean()
-
-
-def trained(make: Make, folder: Path, steps: int, **settings: Any) -> tuple[Any, Any]:
+def rates_and_weights(make: Make, folder: Path, steps: int, **settings: Any) -> tuple[Any, Any]:
     """The rates after each step, and the weights at the end."""
     torch.manual_seed(0)
-    model, rates = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), Rates()
+    model, rates = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), RatesOfGroups()
     # Two groups with rates of their own: a scheduler that loses one of them shows.
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters(), "lr": 0.02}]
-    config = TrainerConfig(
-        global_batch_size=8,
+    trainer_for(
+        folder,
+        rates,
+        model=model,
+        loss_fn=mean_square,
+        optimizer=torch.optim.SGD(groups, momentum=0.9),
+        scheduler=make,
         max_steps=steps,
         eval_every_steps=1 if make is PLATEAU else None,
-        checkpoint={"dir": folder, "every_steps": 1, "keep_last": STEPS + 1},
+        every_steps=1,
+        keep_last=STEPS + 1,
+        save="background",
         **settings,
-    )
-    trainer = Trainer(model, torch.optim.SGD(groups, momentum=0.9), loss_fn, config, scheduler=make, callbacks=[rates])
-    trainer.fit(DATA, DATA if make is PLATEAU else None)
-    return rates.seen, {name: weight.clone() for name, weight in model.state_dict().items()}
+    ).fit(DATA, DATA if make is PLATEAU else None)
+    return rates.seen, state_of(model)
 
 
-CASES = cases(ARGUMENTS, milestone=4)
-LONGER = cases({name: ARGUMENTS[name] | more for name, more in CHANGED.items()}, milestone=6)
+CASES = combinations_of(ARGUMENTS, milestone=4)
+LONGER = combinations_of({name: ARGUMENTS[name] | more for name, more in CHANGED.items()}, milestone=6)
 PLATEAU = CASES["ReduceLROnPlateau"]
 
 
 def check_resumed(name: str, folder: Path, stops: Iterable[int], warmup: int = 0) -> None:
     make = CASES[name]
-    rates, weights = trained(make, folder / "whole", STEPS, warmup_steps=warmup)
+    rates, weights = rates_and_weights(make, folder / "whole", STEPS, warmup_steps=warmup)
     assert len(rates) == STEPS
     for stop in stops:
-        trained(make, folder / f"{stop}", stop, warmup_steps=warmup)
-        after, end = trained(make, folder / f"{stop}", STEPS, warmup_steps=warmup)
+        rates_and_weights(make, folder / f"{stop}", stop, warmup_steps=warmup)
+        after, end = rates_and_weights(make, folder / f"{stop}", STEPS, warmup_steps=warmup)
         assert after == rates[stop:], f"stopped after step {stop}"
         assert all(torch.equal(end[key], weights[key]) for key in weights), f"stopped after step {stop}"
 
@@ -184,9 +185,9 @@ def test_entries_of_every_schedulers_subclass_are_saved_and_loaded(name: str, wa
         schedulers.append(scheduler)
         return scheduler
 
-    trained(make, tmp_path, 3, warmup_steps=warmup)
+    rates_and_weights(make, tmp_path, 3, warmup_steps=warmup)
     assert schedulers[0].saved >= 1
-    trained(make, tmp_path, 4, warmup_steps=warmup)
+    rates_and_weights(make, tmp_path, 4, warmup_steps=warmup)
     schedulers[1].check_arrived()
 
 
@@ -242,10 +243,10 @@ def test_other_warm_up_of_the_script_continues_as_if_the_run_had_begun_with_it(
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("name", LONGER)
 def test_finished_run_continues_with_the_schedule_of_the_longer_run(name: str, warmup: int, tmp_path: Path) -> None:
-    rates, _ = trained(LONGER[name], tmp_path / "whole", STEPS, warmup_steps=warmup)
+    rates, _ = rates_and_weights(LONGER[name], tmp_path / "whole", STEPS, warmup_steps=warmup)
     for stop in (1, 4, 7):
-        trained(CASES[name], tmp_path / f"{stop}", stop, warmup_steps=warmup)
-        assert trained(LONGER[name], tmp_path / f"{stop}", STEPS, warmup_steps=warmup)[0] == rates[stop:]
+        rates_and_weights(CASES[name], tmp_path / f"{stop}", stop, warmup_steps=warmup)
+        assert rates_and_weights(LONGER[name], tmp_path / f"{stop}", STEPS, warmup_steps=warmup)[0] == rates[stop:]
 
 
 def first(make: Make) -> list[float]:

@@ -16,7 +16,7 @@ from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
 
 
-def resumed(folder: Path, **checkpoint: Any) -> tuple[Trainer, FitResult]:
+def continued_run(folder: Path, **checkpoint: Any) -> tuple[Trainer, FitResult]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
     generator = torch.Generator().manual_seed(3)
@@ -41,9 +41,9 @@ def resumed(folder: Path, **checkpoint: Any) -> tuple[Trainer, FitResult]:
     return trainer, trainer.fit(data, data)
 
 
-def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def changed_checkpoint(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """The checkpoint after step 15 of a whole run, with its state changed."""
-    resumed(folder / "whole")
+    continued_run(folder / "whole")
     state = load(folder / "whole" / name_of(15))
     change(state)
     with Saver(folder / "changed", keep_last=1, background=False) as saver:
@@ -53,34 +53,34 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
 
 @pytest.mark.parametrize("version", [1, 99])
 def test_resume_from_a_part_of_another_version_is_refused(version: int, tmp_path: Path) -> None:
-    path = changed(tmp_path, lambda state: state["versions"].update(optimizer=version))
+    path = changed_checkpoint(tmp_path, lambda state: state["versions"].update(optimizer=version))
     with pytest.raises(CheckpointError, match=f"version {version} of the part 'optimizer', but this version.*reads"):
-        resumed(tmp_path / "other", resume=path)
+        continued_run(tmp_path / "other", resume=path)
 
 
 def test_resume_with_an_unknown_part_warns(tmp_path: Path, said: list[str]) -> None:
-    path = changed(tmp_path, lambda state: state.update(sharding={"of": "a later version"}))
+    path = changed_checkpoint(tmp_path, lambda state: state.update(sharding={"of": "a later version"}))
     trainer = resumed_at(path, tmp_path)
     assert any("has parts that this run does not use: sharding" in line for line in said)
     assert trainer.step == 15
 
 
 def resumed_at(path: Path, folder: Path) -> Trainer:
-    trainer, _ = resumed(folder / "another", resume=None)
+    trainer, _ = continued_run(folder / "another", resume=None)
     trainer.resume(path)
     return trainer
 
 
 def test_resume_without_an_optional_part_keeps_its_state(tmp_path: Path) -> None:
-    path = changed(tmp_path, lambda state: state.pop("best"))
+    path = changed_checkpoint(tmp_path, lambda state: state.pop("best"))
     assert resumed_at(path, tmp_path).step == 15
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "progress", "random", "callbacks"])
 def test_resume_without_a_required_part_is_refused(name: str, tmp_path: Path) -> None:
-    path = changed(tmp_path, lambda state: state.pop(name))
+    path = changed_checkpoint(tmp_path, lambda state: state.pop(name))
     with pytest.raises(CheckpointError, match=f"cannot be used.*the part '{name}' is missing"):
-        resumed(tmp_path / "other", resume=path)
+        continued_run(tmp_path / "other", resume=path)
 
 
 DAMAGED: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -129,8 +129,8 @@ def with_gauss(text: str) -> str:
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_resume_with_a_value_of_another_type_is_refused_before_loading(damage: str, tmp_path: Path) -> None:
-    path = changed(tmp_path, DAMAGED[damage])
-    trainer, _ = resumed(tmp_path / "another", resume=None)
+    path = changed_checkpoint(tmp_path, DAMAGED[damage])
+    trainer, _ = continued_run(tmp_path / "another", resume=None)
     trainer.model[3].weight.data.zero_()
     with pytest.raises(CheckpointError, match="cannot be used"):
         trainer.resume(path)
@@ -148,7 +148,7 @@ def test_resume_with_a_value_of_another_type_is_refused_before_loading(damage: s
 def test_resume_with_a_callback_value_of_another_type_is_refused(
     damage: Callable[[Any], object], tmp_path: Path
 ) -> None:
-    path = changed(tmp_path, damage)
-    trainer, _ = resumed(tmp_path / "another", resume=None)
+    path = changed_checkpoint(tmp_path, damage)
+    trainer, _ = continued_run(tmp_path / "another", resume=None)
     with pytest.raises(CheckpointError, match="cannot be used"):
         trainer.resume(path)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,17 +21,10 @@ from ddp_kit.trainer.step import StepResult
 from ddp_kit.trainer.timing import StepClock
 from tests.support.fake_cuda import ReadsFakeValue, computing, on_gpu
 from tests.support.reads import Reads
+from tests.support.toys import squared_error, weighted_error
 
 
-def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
-    return Loss(F.mse_loss(model(batch[0]), batch[1], reduction="sum"), weight=(batch[1] > -9).sum())
-
-
-def steps_of(loss: Any = mean, scheduler: Any = None, **settings: Any) -> Any:
+def steps_of(loss: Any = squared_error, scheduler: Any = None, **settings: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
     config = TrainerConfig(
@@ -43,7 +35,7 @@ def steps_of(loss: Any = mean, scheduler: Any = None, **settings: Any) -> Any:
     return trainer.steps(TensorDataset(torch.randn(400, 4), torch.randn(400, 1)))
 
 
-@pytest.mark.parametrize("loss", [mean, weighted])
+@pytest.mark.parametrize("loss", [squared_error, weighted_error])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-true"])
 def test_host_reads_no_value_between_log_points(
     reads: Reads, precision: str, loss: Any, monkeypatch: pytest.MonkeyPatch

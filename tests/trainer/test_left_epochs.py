@@ -2,19 +2,21 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Sampler, Subset
 
-from ddp_kit import DataError, Trainer, TrainerConfig
+from ddp_kit import DataError
+from tests.support.toys import SampleStream, counting_data, linear_layer, sgd, trainer_for
 
 
-class Numbers(torch.utils.data.Dataset[Tensor]):
+class NotedSamples(torch.utils.data.Dataset[Tensor]):
     """Notes which samples are taken."""
 
     def __init__(self, length: int) -> None:
@@ -28,24 +30,21 @@ class Numbers(torch.utils.data.Dataset[Tensor]):
         return torch.tensor([float(index)])
 
 
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, length: int = 100) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.arange(float(self.length)).reshape(-1, 1))
+def counting_stream(length: int = 100) -> SampleStream:
+    return SampleStream(counting_data(length))
 
 
-def trainer_for(folder: Path, **settings: Any) -> Trainer:
-    model = nn.Linear(1, 1)
-    config = TrainerConfig(**({"global_batch_size": 10} | settings), checkpoint={"dir": folder, "save": "blocking"})
-    return Trainer(
-        model, lambda parameters: torch.optim.SGD(parameters, lr=1e-6), lambda model, batch: model(batch).mean(), config
-    )
+line_trainer = partial(
+    trainer_for,
+    model=partial(linear_layer, 1),
+    loss_fn=lambda model, batch: model(batch).mean(),
+    optimizer=sgd(1e-6),
+    global_batch_size=10,
+)
 
 
 def left(folder: Path, data: Any, /, steps: int = 3, **settings: Any) -> None:
-    trainer = trainer_for(folder, **settings)
+    trainer = line_trainer(folder, **settings)
     for step in trainer.steps(data):
         if step.number == steps:
             trainer.save()
@@ -64,28 +63,28 @@ def left(folder: Path, data: Any, /, steps: int = 3, **settings: Any) -> None:
 def test_resume_in_mid_epoch_with_another_setting_names_it(
     tmp_path: Path, length: int, begun: dict[str, Any], continued: dict[str, Any], said: str
 ) -> None:
-    left(tmp_path, Numbers(length), **begun)
+    left(tmp_path, NotedSamples(length), **begun)
     with pytest.raises(DataError, match=said):
-        trainer_for(tmp_path, **continued).fit(Numbers(length))
+        line_trainer(tmp_path, **continued).fit(NotedSamples(length))
 
 
 def test_resume_in_mid_epoch_with_a_grown_dataset_is_refused(tmp_path: Path) -> None:
-    left(tmp_path, Numbers(91))
+    left(tmp_path, NotedSamples(91))
     with pytest.raises(DataError, match="the number of samples was 91 and is now 99") as raised:
-        trainer_for(tmp_path).fit(Numbers(99))
+        line_trainer(tmp_path).fit(NotedSamples(99))
     assert "the number of its steps" not in raised.value.message
 
 
 def test_resume_in_mid_epoch_with_other_samples_of_a_subset_is_refused(tmp_path: Path) -> None:
-    left(tmp_path, Subset(Numbers(100), range(60)))
+    left(tmp_path, Subset(NotedSamples(100), range(60)))
     with pytest.raises(DataError, match="the samples of the Subset was"):
-        trainer_for(tmp_path).fit(Subset(Numbers(100), range(40, 100)))
+        line_trainer(tmp_path).fit(Subset(NotedSamples(100), range(40, 100)))
 
 
 def test_resume_at_the_end_of_an_epoch_accepts_other_settings_and_data(tmp_path: Path) -> None:
-    left(tmp_path, Numbers(30))
-    resumed = trainer_for(tmp_path, seed=4, global_batch_size=7, epochs=2)
-    assert resumed.fit(Numbers(33)).samples == 30 + 33
+    left(tmp_path, NotedSamples(30))
+    resumed = line_trainer(tmp_path, seed=4, global_batch_size=7, epochs=2)
+    assert resumed.fit(NotedSamples(33)).samples == 30 + 33
 
 
 @pytest.mark.parametrize(
@@ -100,22 +99,22 @@ def test_resume_at_the_end_of_an_epoch_accepts_other_settings_and_data(tmp_path:
 def test_resume_in_mid_epoch_of_a_stream_needs_the_same_steps(
     tmp_path: Path, continued: dict[str, Any], said: str
 ) -> None:
-    left(tmp_path, Stream())
+    left(tmp_path, counting_stream())
     with pytest.raises(DataError, match=said):
-        trainer_for(tmp_path, **continued).fit(Stream())
-    assert trainer_for(tmp_path).fit(Stream()).samples == 100
+        line_trainer(tmp_path, **continued).fit(counting_stream())
+    assert line_trainer(tmp_path).fit(counting_stream()).samples == 100
 
 
 def test_resume_in_mid_epoch_of_a_stream_that_is_now_shorter_is_an_error(tmp_path: Path) -> None:
-    left(tmp_path, Stream())
+    left(tmp_path, counting_stream())
     with pytest.raises(DataError, match="resumes at step 4 of an epoch, but train_data ended before"):
-        trainer_for(tmp_path).fit(Stream(30))
+        line_trainer(tmp_path).fit(counting_stream(30))
 
 
 @pytest.mark.parametrize("length", [9, 0])
 def test_stream_without_a_whole_global_batch_is_an_error(tmp_path: Path, length: int) -> None:
     with pytest.raises(DataError, match=f"yielded {length} samples in an epoch|yielded no sample on any rank"):
-        trainer_for(tmp_path, data={"drop_last": True}).fit(Stream(length))
+        line_trainer(tmp_path, data={"drop_last": True}).fit(counting_stream(length))
 
 
 class Drawn(Sampler[int]):
@@ -133,7 +132,7 @@ class Drawn(Sampler[int]):
         return iter(order)
 
 
-class Own(BatchSampler):
+class OwnBatchSampler(BatchSampler):
     """A batch sampler of the user's own."""
 
 
@@ -149,19 +148,19 @@ GENERATORS = {
 @pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("batched", [False, True])
 def test_sampler_with_a_generator_draws_the_same_in_a_resumed_run(tmp_path: Path, kind: str, batched: bool) -> None:
-    def given() -> tuple[Numbers, Any]:
-        data, sampler = Numbers(40), Drawn(GENERATORS[kind]())
+    def given() -> tuple[NotedSamples, Any]:
+        data, sampler = NotedSamples(40), Drawn(GENERATORS[kind]())
         if batched:
-            return data, DataLoader(data, batch_sampler=Own(sampler, 10, False))
+            return data, DataLoader(data, batch_sampler=OwnBatchSampler(sampler, 10, False))
         return data, DataLoader(data, batch_size=10, sampler=sampler)
 
     settings: dict[str, Any] = {"epochs": 2, "global_batch_size": None}
     whole, loader = given()
-    trainer_for(tmp_path / "whole", **settings).fit(loader)
+    line_trainer(tmp_path / "whole", **settings).fit(loader)
     first, loader = given()
     left(tmp_path / "left", loader, steps=6, **settings)
     second, loader = given()
-    trainer_for(tmp_path / "left", **settings).fit(loader)
+    line_trainer(tmp_path / "left", **settings).fit(loader)
     assert first.taken[:60] + second.taken[-20:] == whole.taken
     assert sorted(whole.taken) == sorted([*range(40)] * 2)
     assert whole.taken[:40] != whole.taken[40:]
@@ -171,13 +170,13 @@ def test_sampler_with_a_generator_draws_the_same_in_a_resumed_run(tmp_path: Path
 def test_sampler_in_the_configuration_draws_the_same_in_a_resumed_run(tmp_path: Path, batched: bool) -> None:
     def settings() -> dict[str, Any]:
         sampler = Drawn(random.Random(1))
-        own = {"batch_sampler": Own(sampler, 10, False)} if batched else {"sampler": sampler}
+        own = {"batch_sampler": OwnBatchSampler(sampler, 10, False)} if batched else {"sampler": sampler}
         return {"epochs": 2, "global_batch_size": None if batched else 10, "data": own | {"compare_items": 0}}
 
-    whole, first, second = Numbers(40), Numbers(40), Numbers(40)
-    trainer_for(tmp_path / "whole", **settings()).fit(whole)
+    whole, first, second = NotedSamples(40), NotedSamples(40), NotedSamples(40)
+    line_trainer(tmp_path / "whole", **settings()).fit(whole)
     left(tmp_path / "left", first, steps=6, **settings())
-    trainer_for(tmp_path / "left", **settings()).fit(second)
+    line_trainer(tmp_path / "left", **settings()).fit(second)
     assert first.taken[:60] + second.taken[-20:] == whole.taken
     assert sorted(whole.taken) == sorted([*range(40)] * 2)
 
@@ -191,8 +190,8 @@ def test_sampler_that_draws_differently_in_a_resumed_run_is_refused(tmp_path: Pa
             return iter([(number * 7 + self.drawn) % 40 for number in range(40)])
 
     def loader() -> Any:
-        return DataLoader(Numbers(40), batch_size=10, sampler=Stateful(None))
+        return DataLoader(NotedSamples(40), batch_size=10, sampler=Stateful(None))
 
     left(tmp_path, loader(), global_batch_size=None)
     with pytest.raises(DataError, match="the order of the DataLoader's own sampler was"):
-        trainer_for(tmp_path, global_batch_size=None).fit(loader())
+        line_trainer(tmp_path, global_batch_size=None).fit(loader())

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import TensorDataset
 
-from ddp_kit import Callback, ConfigError, Trainer, TrainerConfig
+from ddp_kit import Callback, ConfigError, Trainer
+from tests.support.toys import input_data, linear_layer, mean_square, parameters_of, trainer_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 STEPS = 8
-DATA = TensorDataset(torch.randn(32, 3, generator=torch.Generator().manual_seed(0)))
+DATA = input_data(32, 3)
 
 
-class Rates(Callback):
+class LoggedRates(Callback):
     """The learning rate of each step."""
 
     def __init__(self) -> None:
@@ -28,38 +28,27 @@ class Rates(Callback):
         self.seen.append(row.learning_rate)
 
 
-def loss_fn(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
-    return model(batch[0]).square().mean()
-
-
-def trained(
+def rates_and_weights(
     folder: Path | None,
     steps: int,
     scheduler: Callable[[Optimizer], Any] | None,
     callback: Callable[[Optimizer], Callback] | None = None,
 ) -> tuple[list[float], list[Tensor]]:
     """The learning rate of each step, and the weights at the end."""
-    torch.manual_seed(0)
-    model, rates = nn.Linear(3, 1), Rates()
+    model, rates = linear_layer(), LoggedRates()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    config = TrainerConfig(
-        global_batch_size=8,
-        max_steps=steps,
-        log_every_steps=1,
-        eval_every_steps=1,
-        checkpoint={"dir": folder, "save": "blocking"},
-    )
     callbacks = [rates] if callback is None else [rates, callback(optimizer)]
-    Trainer(model, optimizer, loss_fn, config, scheduler=scheduler, callbacks=callbacks).fit(DATA, DATA)
-    return rates.seen, [weight.detach().clone() for weight in model.parameters()]
+    settings = {"max_steps": steps, "log_every_steps": 1, "eval_every_steps": 1, "scheduler": scheduler}
+    trainer_for(folder, *callbacks, model=model, loss_fn=mean_square, optimizer=optimizer, **settings).fit(DATA, DATA)
+    return rates.seen, parameters_of(model)
 
 
 def check_resumed(folder: Path, **how: Any) -> None:
-    rates, weights = trained(None, STEPS, **how)
+    rates, weights = rates_and_weights(None, STEPS, **how)
     assert len(set(rates)) > 1
     for stop in (1, 3, 5):
-        trained(folder / f"{stop}", stop, **how)
-        after, ended = trained(folder / f"{stop}", STEPS, **how)
+        rates_and_weights(folder / f"{stop}", stop, **how)
+        after, ended = rates_and_weights(folder / f"{stop}", STEPS, **how)
         assert after == rates[stop:]
         assert all(map(torch.equal, ended, weights))
 
@@ -98,10 +87,12 @@ def test_schedules_of_transformers_resume_bitwise(tmp_path: Path) -> None:
 
 def test_finished_runs_continue_with_the_longer_schedule_of_transformers(tmp_path: Path) -> None:
     for name, function in schedules().items():
-        trained(tmp_path / name, STEPS // 2, of_steps(function, STEPS // 2))
-        after, _ = trained(tmp_path / name, STEPS, of_steps(function))
+        rates_and_weights(tmp_path / name, STEPS // 2, of_steps(function, STEPS // 2))
+        after, _ = rates_and_weights(tmp_path / name, STEPS, of_steps(function))
         # Functions are compared by their current rate, to six digits: two of them may meet there.
-        assert after == pytest.approx(trained(None, STEPS, of_steps(function))[0][STEPS // 2 :], rel=1e-6), name
+        assert after == pytest.approx(rates_and_weights(None, STEPS, of_steps(function))[0][STEPS // 2 :], rel=1e-6), (
+            name
+        )
 
 
 def test_schedules_of_transformers_that_follow_a_metric_resume_or_are_refused(tmp_path: Path) -> None:
@@ -112,7 +103,7 @@ def test_schedules_of_transformers_that_follow_a_metric_resume_or_are_refused(tm
     )
     if hasattr(transformers, "get_greedy_schedule"):
         with pytest.raises(ConfigError, match="returned a GreedyLR, not an LRScheduler"):
-            trained(None, 1, transformers.get_greedy_schedule)
+            rates_and_weights(None, 1, transformers.get_greedy_schedule)
 
 
 # timm ----------------------------------------------------------------------------------------------------------------
@@ -161,7 +152,7 @@ def test_finished_runs_continue_with_the_longer_schedule_of_timm(tmp_path: Path)
     short, long = timm_schedulers(STEPS // 2), timm_schedulers()
     for name in short:
         rates = [
-            trained(folder, steps, None, lambda optimizer, make=make: TimmSchedule(make(optimizer)))[0]
+            rates_and_weights(folder, steps, None, lambda optimizer, make=make: TimmSchedule(make(optimizer)))[0]
             for folder, steps, make in [
                 (None, STEPS, long[name]),
                 (tmp_path / name, STEPS // 2, short[name]),
@@ -176,4 +167,4 @@ def test_scheduler_of_timm_as_argument_is_refused_with_the_way_to_step_it() -> N
         with pytest.raises(
             ConfigError, match=r"not an LRScheduler\n.*scheduler.step_update\(trainer.step\) in on_fit_start"
         ):
-            trained(None, 1, make)
+            rates_and_weights(None, 1, make)

@@ -12,24 +12,22 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, ConfigError, JSONLinesLogger, LearningRateSearch, LogRow, Loss, Trainer, TrainerConfig
+from tests.support.toys import linear_layer, trainer_for
 
 X = torch.arange(10.0, dtype=torch.float64).reshape(10, 1)
 
 
-def made(log: Any, **settings: Any) -> Trainer:
+def logging_trainer(log: Any, **settings: Any) -> Trainer:
     """Steps of 4, 4 and 2 samples in micro-batches of 2, in order; a row after each epoch."""
-    model = nn.Linear(1, 1).double()
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
         log(trainer, batch[0])
         loss: Tensor = model(batch[0]).mean()
         return loss
 
-    config = TrainerConfig(
-        **{"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2, "log_every_steps": 3, "data": {"shuffle": False}}
-        | settings
-    )
-    trainer = Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config)
+    sizes = {"epochs": 2, "global_batch_size": 4, "micro_batch_size": 2, "log_every_steps": 3}
+    settings = sizes | {"data": {"shuffle": False}} | settings
+    trainer = trainer_for(model=linear_layer(1).double(), loss_fn=loss_fn, **settings)
     return trainer
 
 
@@ -37,7 +35,7 @@ def test_logged_values_of_rows_are_means_over_samples_or_weights() -> None:
     def log(trainer: Trainer, x: Tensor) -> None:
         trainer.log({"mean": x.mean(), "weighted": Loss((x * x).sum(), x.sum()), "number": float(x.max())})
 
-    result = made(log).fit(TensorDataset(X))
+    result = logging_trainer(log).fit(TensorDataset(X))
     for row in result.history:
         assert row.values == pytest.approx(
             {"mean": 4.5, "weighted": float((X * X).sum() / X.sum()), "number": (1 + 3 + 5 + 7 + 9) / 5}
@@ -50,7 +48,7 @@ def test_logged_values_outside_the_loss_function_count_once_per_call() -> None:
         def on_step(self, trainer: Any) -> None:
             trainer.log({"reward": trainer.step})
 
-    trainer = made(lambda trainer, x: trainer.log({"mean": x.mean()}))
+    trainer = logging_trainer(lambda trainer, x: trainer.log({"mean": x.mean()}))
     trainer._run = replace(trainer._run, callbacks=(Logs(),))
     result = trainer.fit(TensorDataset(X), TensorDataset(X[:6] + 100))
     assert [row.values["reward"] for row in result.history] == [2, 5]
@@ -67,7 +65,7 @@ def test_logged_values_of_repeated_or_skipped_steps_do_not_count() -> None:
 
     data = X.clone()
     data[5] = float("nan")
-    rows = made(log, non_finite_gradients="skip").fit(TensorDataset(data)).history
+    rows = logging_trainer(log, non_finite_gradients="skip").fit(TensorDataset(data)).history
     assert [row.values["mean"] for row in rows] == pytest.approx([(0 + 1 + 2 + 3 + 8 + 9) / 6] * 2)
 
 
@@ -83,7 +81,7 @@ def test_logged_values_of_repeated_or_skipped_steps_do_not_count() -> None:
 )
 def test_logged_value_that_is_not_a_named_number_is_refused(values: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        made(lambda *_: None).log(values)
+        logging_trainer(lambda *_: None).log(values)
     assert words in str(caught.value)
 
 
@@ -140,7 +138,7 @@ def test_gradient_norm_of_a_skipped_step_is_not_a_number(settings: dict[str, Any
 
 
 def test_repr_of_a_result_is_short() -> None:
-    trainer = made(lambda *_: None, epochs=200, log_every_steps=1)
+    trainer = logging_trainer(lambda *_: None, epochs=200, log_every_steps=1)
     result = trainer.fit(TensorDataset(X))
     assert len(result.history) == 600
     for text in (str(result), repr(result), f"{result}"):

@@ -6,8 +6,8 @@ import signal
 import threading
 import weakref
 from collections import namedtuple
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,53 +16,39 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from ddp_kit import EMA, Callback, CSVLogger, EarlyStopping, LogRow, LossError, Trainer, TrainerConfig
-from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.trainer.garbage import DeferredGarbageCollection
+from tests.support.toys import SampleStream, counting_data, linear_layer, mean_square, saved_steps, sgd, trainer_for
+
+DATA = counting_data(40)
 
 
-def data(samples: int = 40) -> Tensor:
-    return torch.arange(float(samples)).reshape(-1, 1)
-
-
-def trainer_for(folder: Path | None, *callbacks: Callback, save: str = "blocking", **settings: Any) -> Trainer:
-    torch.manual_seed(0)
-    checkpoint = {"dir": folder, "save": save} | settings.pop("checkpoint", {})
-    config = TrainerConfig(**({"global_batch_size": 4} | settings), checkpoint=checkpoint)
-    return Trainer(
-        nn.Linear(1, 1),
-        lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
-        lambda model, batch: model(batch).square().mean(),
-        config,
-        callbacks=callbacks,
-    )
-
-
-def saved(folder: Path) -> list[int]:
-    return [found.step for found in checkpoints(folder, hashes=True) if found.whole]
+line_trainer = partial(
+    trainer_for, model=partial(linear_layer, 1), loss_fn=mean_square, optimizer=sgd(1e-4), global_batch_size=4
+)
 
 
 # Leaving -------------------------------------------------------------------------------------------------------------
 
 
 def test_loop_left_at_a_due_step_saves_the_changes_of_its_body(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, checkpoint={"every_steps": 3})
-    for step in trainer.steps(data()):
+    trainer = line_trainer(tmp_path, checkpoint={"every_steps": 3})
+    for step in trainer.steps(DATA):
         if step.number == 3:
             trainer.optimizer.param_groups[0]["lr"] = 0.5
             break
-    assert saved(tmp_path) == [3]
-    assert trainer_for(tmp_path).optimizer.param_groups[0]["lr"] == 0.5
+    assert saved_steps(tmp_path) == [3]
+    assert line_trainer(tmp_path).optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_loop_left_at_another_step_saves_nothing(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, checkpoint={"every_steps": 3})
-    for step in trainer.steps(data()):
+    trainer = line_trainer(tmp_path, checkpoint={"every_steps": 3})
+    for step in trainer.steps(DATA):
         if step.number == 2:
             break
-    assert saved(tmp_path) == []
+    assert saved_steps(tmp_path) == []
 
 
 def test_save_requested_by_a_callback_is_made_when_the_loop_is_left(tmp_path: Path) -> None:
@@ -70,8 +56,8 @@ def test_save_requested_by_a_callback_is_made_when_the_loop_is_left(tmp_path: Pa
         def on_step(self, trainer: Any) -> None:
             trainer.save()
 
-    next(trainer_for(tmp_path, Saves()).steps(data()))
-    assert saved(tmp_path) == [1]
+    next(line_trainer(tmp_path, Saves()).steps(DATA))
+    assert saved_steps(tmp_path) == [1]
 
 
 def test_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> None:
@@ -80,8 +66,8 @@ def test_evaluation_that_fails_within_fit_saves_nothing(tmp_path: Path) -> None:
             raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011
-        trainer_for(tmp_path, Fails(), eval_every_steps=3, checkpoint={"every_steps": 3}).fit(data(), data())
-    assert saved(tmp_path) == []
+        line_trainer(tmp_path, Fails(), eval_every_steps=3, checkpoint={"every_steps": 3}).fit(DATA, DATA)
+    assert saved_steps(tmp_path) == []
 
 
 # Several Trainers ----------------------------------------------------------------------------------------------------
@@ -92,15 +78,15 @@ def test_stop_request_saves_all_trainers_of_the_process_that_have_trained(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     """The one that hears of the stop first is not the one that has put the handlers in place."""
-    first, second = trainer_for(tmp_path / "first"), trainer_for(tmp_path / "second")
-    idle = trainer_for(tmp_path / "idle")
-    spoilt = trainer_for(tmp_path / "spoilt")
-    next(spoilt.steps(data()))
+    first, second = line_trainer(tmp_path / "first"), line_trainer(tmp_path / "second")
+    idle = line_trainer(tmp_path / "idle")
+    spoilt = line_trainer(tmp_path / "spoilt")
+    next(spoilt.steps(DATA))
     spoilt.model.weight.data.fill_(float("inf"))
 
     def both() -> None:
-        theirs = first.steps(data())
-        for step, _ in enumerate(second.steps(data())):
+        theirs = first.steps(DATA)
+        for step, _ in enumerate(second.steps(DATA)):
             next(theirs)
             if step == 2:
                 os.kill(os.getpid(), number)
@@ -108,8 +94,8 @@ def test_stop_request_saves_all_trainers_of_the_process_that_have_trained(
     with pytest.raises(SystemExit) as ended:
         both()
     assert ended.value.code == 75
-    assert (saved(tmp_path / "first"), saved(tmp_path / "second")) == ([3], [3])
-    assert (saved(tmp_path / "idle"), saved(tmp_path / "spoilt")) == ([], [])
+    assert (saved_steps(tmp_path / "first"), saved_steps(tmp_path / "second")) == ([3], [3])
+    assert (saved_steps(tmp_path / "idle"), saved_steps(tmp_path / "spoilt")) == ([], [])
     assert idle.step == 0
     del ended  # whose traceback holds the loops
     assert signal.getsignal(number) == signal.SIG_DFL
@@ -121,9 +107,9 @@ def test_ctrl_c_at_the_end_of_a_run_does_not_stop_the_next_one(tmp_path: Path) -
             if trainer.step == trainer.total_steps:
                 os.kill(os.getpid(), signal.SIGINT)
 
-    trainer_for(tmp_path / "first", InLastStep(), max_steps=2).fit(data())
-    second = trainer_for(tmp_path / "second", max_steps=4)
-    second.fit(data())
+    line_trainer(tmp_path / "first", InLastStep(), max_steps=2).fit(DATA)
+    second = line_trainer(tmp_path / "second", max_steps=4)
+    second.fit(DATA)
     assert second.step == 4
 
 
@@ -193,10 +179,10 @@ def test_trainer_without_references_is_freed_without_a_garbage_collection(
     callbacks: list[Callback] = []
     if "callbacks" in request.node.callspec.id:
         callbacks = [EMA(0.9), EarlyStopping("loss"), CSVLogger(tmp_path / "rows.csv")]
-    trainer = trainer_for(
+    trainer = line_trainer(
         tmp_path if "checkpoint" in settings else None, *callbacks, max_steps=4, log_every_steps=1, **settings
     )
-    trainer.fit(data(), data())
+    trainer.fit(DATA, DATA)
     references = [weakref.ref(each) for each in (trainer, trainer.model, trainer.optimizer)]
     collected_automatically = gc.isenabled()
     gc.disable()
@@ -237,7 +223,7 @@ def test_history_of_a_long_run_has_the_newest_rows_and_callbacks_get_all(monkeyp
         def on_log(self, trainer: Trainer, row: LogRow) -> None:
             rows.append(row)
 
-    result = trainer_for(None, Rows(), max_steps=8, log_every_steps=1).fit(data())
+    result = line_trainer(None, Rows(), max_steps=8, log_every_steps=1).fit(DATA)
     assert [row.step for row in rows] == [*range(1, 9)]
     assert result.history == tuple(rows[-3:])
     assert result.loss == rows[-1].loss
@@ -250,18 +236,18 @@ def test_finished_trainer_holds_no_process_thread_or_descriptor(tmp_path: Path) 
     def held() -> tuple[int, int, int]:
         return len(process.children()), threading.active_count(), process.num_fds()
 
-    trainers = [trainer_for(tmp_path / "0", save="background", max_steps=2, checkpoint={"every_steps": 1})]
-    trainers[0].fit(data())
+    trainers = [line_trainer(tmp_path / "0", save="background", max_steps=2, checkpoint={"every_steps": 1})]
+    trainers[0].fit(DATA)
     before = held()
     for number in range(1, 4):
         trainers.append(
-            trainer_for(tmp_path / str(number), save="background", max_steps=2, checkpoint={"every_steps": 1})
+            line_trainer(tmp_path / str(number), save="background", max_steps=2, checkpoint={"every_steps": 1})
         )
-        trainers[-1].fit(data())
+        trainers[-1].fit(DATA)
         trainers[-1].save()  # once more: it starts a process again
-        trainers[-1].fit(data())
+        trainers[-1].fit(DATA)
     assert held() == before
-    assert all(saved(tmp_path / str(number)) == [2, 1] for number in range(4))
+    assert all(saved_steps(tmp_path / str(number)) == [2, 1] for number in range(4))
 
 
 # Evaluation ----------------------------------------------------------------------------------------------------------
@@ -276,7 +262,7 @@ def test_evaluate_with_other_data_than_fit_does_not_notify_callbacks(tmp_path: P
         TrainerConfig(global_batch_size=4),
         callbacks=[stopping, CSVLogger(tmp_path / "log.csv")],
     )
-    validation = TensorDataset(data())
+    validation = TensorDataset(DATA)
     trainer.fit(validation, validation)
     value, lines = stopping.best, (tmp_path / "log.csv").read_text()
     assert trainer.evaluate(test)["loss"] < value
@@ -289,8 +275,8 @@ def test_evaluate_with_other_data_than_fit_does_not_notify_callbacks(tmp_path: P
 
 def test_finished_run_that_is_started_again_adds_no_row(tmp_path: Path) -> None:
     def run() -> dict[str, float]:
-        trainer = trainer_for(tmp_path / "run", CSVLogger(tmp_path / "log.csv"), epochs=2)
-        return trainer.fit(data(), data()).metrics
+        trainer = line_trainer(tmp_path / "run", CSVLogger(tmp_path / "log.csv"), epochs=2)
+        return trainer.fit(DATA, DATA).metrics
 
     first, lines = run(), (tmp_path / "log.csv").read_text()
     assert run() == first
@@ -305,19 +291,15 @@ def test_start_line_explains_the_steps_of_a_batch_sampler(said: list[str]) -> No
         pass
 
     own = Own(SequentialSampler(range(40)), 5, False)
-    trainer_for(None, global_batch_size=None).fit(DataLoader(data(), batch_size=5))
-    trainer_for(None, global_batch_size=None, accumulation_steps=2).fit(DataLoader(data(), batch_sampler=own))
+    line_trainer(None, global_batch_size=None).fit(DataLoader(DATA, batch_size=5))
+    line_trainer(None, global_batch_size=None, accumulation_steps=2).fit(DataLoader(DATA, batch_sampler=own))
     plain, own_line = [line for line in said if " on cpu" in line]
     assert "global batch 5 = micro-batch 5 x accumulation 1 x 1; 8 steps" in plain
     assert "a step = 2 batches of the DataLoader's Own = accumulation 2 x 1; 4 steps" in own_line
 
 
 def test_first_row_of_a_stream_has_no_time_from_before_the_run() -> None:
-    class Stream(IterableDataset[Tensor]):
-        def __iter__(self) -> Iterator[Tensor]:
-            return iter(data())
-
-    for row in trainer_for(None, epochs=2, log_every_steps=1).fit(Stream()).history:
+    for row in line_trainer(None, epochs=2, log_every_steps=1).fit(SampleStream(DATA)).history:
         assert row.data_seconds <= row.step_seconds + 1
 
 
@@ -336,7 +318,7 @@ class Output:
 def test_predict_rejects_named_tuples_and_dataclasses() -> None:
     for record in (Pair, Output):
         with pytest.raises(LossError, match=f"contains an? {record.__name__}") as found:
-            trainer_for(None).predict(data(10), lambda _, batch, record=record: {"out": record(batch, batch)})
+            line_trainer(None).predict(counting_data(10), lambda _, batch, record=record: {"out": record(batch, batch)})
         assert "in dicts, lists and tuples" in str(found.value)
 
 
@@ -345,11 +327,11 @@ def test_predict_matches_entries_by_key_in_any_order() -> None:
         values = [("a", batch), ("b", -batch)]
         return dict(values if batch[0] == 0 else reversed(values))
 
-    found = trainer_for(None).predict(data(10), both)
-    assert torch.equal(found["a"], data(10))
-    assert torch.equal(found["b"], -data(10))
+    found = line_trainer(None).predict(counting_data(10), both)
+    assert torch.equal(found["a"], counting_data(10))
+    assert torch.equal(found["b"], -counting_data(10))
 
 
 def test_predict_with_different_entries_per_batch_is_refused() -> None:
     with pytest.raises(LossError, match=r"different entries: only some of them contain \['a'\], \['b'\]"):
-        trainer_for(None).predict(data(10), lambda _, batch: {"a" if batch[0] == 0 else "b": batch})
+        line_trainer(None).predict(counting_data(10), lambda _, batch: {"a" if batch[0] == 0 else "b": batch})

@@ -15,8 +15,9 @@ from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.reader import load
 from tests.support.launching import PROGRAMS, launch
 from tests.support.own_entries import Own
+from tests.support.toys import input_data, linear_layer, mean_square, sgd, trainer_for
 
-DATA = TensorDataset(torch.randn(64, 2, generator=torch.Generator().manual_seed(0)))
+DATA = input_data(64, 2)
 
 
 class Centred(nn.Module):
@@ -70,11 +71,9 @@ LOSSES: dict[str, Callable[[Centred], Any]] = {
 }
 
 
-def trainer_for(folder: Path | None, steps: int, loss: Any, model: nn.Module | None = None, **options: Any) -> Trainer:
-    torch.manual_seed(0)
-    model = model or nn.Linear(2, 1)
-    config = TrainerConfig(max_steps=steps, global_batch_size=8, checkpoint={"dir": folder, "save": "blocking"})
-    return Trainer(model, lambda parameters: torch.optim.SGD(parameters, lr=0.01), loss, config, **options)
+def loss_trainer(folder: Path | None, steps: int, loss: Any, model: nn.Module | None = None) -> Trainer:
+    model = model or linear_layer(2)
+    return trainer_for(folder, model=model, loss_fn=loss, optimizer=sgd(0.01), max_steps=steps)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -84,7 +83,7 @@ def test_module_in_the_loss_function_is_in_evaluation_mode_and_resumes(name: str
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
         centred = kind(model) if kind is Task else kind()
-        trainer = trainer_for(folder, steps, LOSSES[name](centred), model)
+        trainer = loss_trainer(folder, steps, LOSSES[name](centred), model)
         trainer.fit(DATA, DATA)
         assert set(centred.modes) == {False}
         assert all(module.training for module in centred.modules())
@@ -141,7 +140,7 @@ def test_module_of_predict_is_in_evaluation_mode() -> None:
             return model(batch[0])
 
     head = Head()
-    trainer = trainer_for(None, 1, lambda model, batch: model(batch[0]).mean())
+    trainer = loss_trainer(None, 1, lambda model, batch: model(batch[0]).mean())
     assert len(trainer.predict(DATA, head)) == len(DATA)
     assert head.training
 
@@ -158,9 +157,9 @@ def test_entries_that_a_loss_module_adds_and_its_extra_state_arrive(tmp_path: Pa
 
     loss = Extra()
     loss.extra = 5
-    trainer_for(tmp_path, 2, loss).fit(DATA)
+    loss_trainer(tmp_path, 2, loss).fit(DATA)
     loss = Extra()
-    trainer_for(tmp_path, 3, loss)
+    loss_trainer(tmp_path, 3, loss)
     loss.check_arrived()
     assert (loss.extra, loss.inner.centre) == (5, 2)
 
@@ -168,22 +167,21 @@ def test_entries_that_a_loss_module_adds_and_its_extra_state_arrive(tmp_path: Pa
 def test_checkpoint_without_the_part_or_with_another_module_resumes_with_a_warning(
     tmp_path: Path, said: list[str]
 ) -> None:
-    plain = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
-    trainer_for(tmp_path, 2, plain).fit(DATA)
+    loss_trainer(tmp_path, 2, mean_square).fit(DATA)
     assert not any("module" in line for line in said)
-    trainer_for(tmp_path, 4, Centred()).fit(DATA)
+    loss_trainer(tmp_path, 4, Centred()).fit(DATA)
     assert "the checkpoint has no state of the module loss_fn, which keeps the script's" in said
-    trainer_for(tmp_path, 4, plain)
+    loss_trainer(tmp_path, 4, mean_square)
     assert "the state of loss_fn is ignored, because this run has no such module beside the model" in said
     other = Centred()
     other.inner.centre = torch.zeros(3)
     with pytest.raises(CheckpointError, match=r"inner.centre of the module loss_fn has shape \(\) in .*, but \(3,\)"):
-        trainer_for(tmp_path, 5, other)
+        loss_trainer(tmp_path, 5, other)
 
 
 def test_search_for_a_learning_rate_leaves_the_loss_module_unchanged() -> None:
     loss = Centred()
-    trainer_for(None, 4, loss).find_learning_rate(DATA)
+    loss_trainer(None, 4, loss).find_learning_rate(DATA)
     assert loss.inner.centre == 0
 
 

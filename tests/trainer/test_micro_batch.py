@@ -8,23 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from ddp_kit import ConfigError, LossError, MemoryConfig, Trainer, TrainerConfig
 from ddp_kit.memory import choose
 from ddp_kit.trainer.out_of_memory import with_hint
+from tests.support.toys import adam, regression_data, squared_error, trainer_for
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
-def data(samples: int = 48) -> TensorDataset:
-    x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+DATA = regression_data(48, dtype=torch.float64)
 
 
-class Net(nn.Module):
+class CountingNet(nn.Module):
     """Draws random numbers, and counts its samples in a buffer that it replaces instead of changing it."""
 
     def __init__(self, batch_norm: bool = False) -> None:
@@ -40,27 +38,23 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def full() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory (a pretence)")
 
 
-def trainer_for(loss: Loss = mean_loss, model: nn.Module | None = None, **settings: Any) -> Trainer:
-    config = TrainerConfig(**{"global_batch_size": 16, "micro_batch_size": "auto", "log_every_steps": 1} | settings)
-    return Trainer(model or Net(), lambda parameters: torch.optim.Adam(parameters, lr=0.01), loss, config)
+def searching_trainer(loss: Loss = squared_error, model: Any = CountingNet, **settings: Any) -> Trainer:
+    settings = {"global_batch_size": 16, "micro_batch_size": "auto", "log_every_steps": 1} | settings
+    return trainer_for(model=model, loss_fn=loss, optimizer=adam(), **settings)
 
 
 def test_auto_micro_batch_size_counts_the_optimizer_state(said: list[str]) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if len(batch[0]) > 4 and trainer.optimizer.state:  # from the second step on
             raise full()
-        return mean_loss(model, batch)
+        return squared_error(model, batch)
 
-    trainer = trainer_for(loss)
-    trainer.fit(data())
+    trainer = searching_trainer(loss)
+    trainer.fit(DATA)
     assert trainer.batch_plan.micro_batch == 4
     assert "micro_batch_size='auto' chose 4 samples (a rank has at most 16 per step)" in said
     assert not any("halved" in line for line in said)
@@ -71,19 +65,19 @@ def test_auto_micro_batch_size_search_runs_in_training_mode_and_leaves_no_trace(
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         modes.append(model.training)
-        return mean_loss(model, batch)
+        return squared_error(model, batch)
 
-    trainer = trainer_for(loss, Net().eval())
-    fixed = trainer_for(micro_batch_size=None)
-    assert trainer.fit(data()).loss == fixed.fit(data()).loss
+    trainer = searching_trainer(loss, CountingNet().eval())
+    fixed = searching_trainer(micro_batch_size=None)
+    assert trainer.fit(DATA).loss == fixed.fit(DATA).loss
     assert all(modes)
     for ours, theirs in zip(trainer.model.state_dict().values(), fixed.model.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_auto_micro_batch_size_with_batch_norm_tries_no_single_sample() -> None:
-    trainer = trainer_for(model=Net(batch_norm=True))
-    trainer.fit(data())
+    trainer = searching_trainer(model=CountingNet(batch_norm=True))
+    trainer.fit(DATA)
     assert trainer.batch_plan.micro_batch == 16
 
 
@@ -97,18 +91,18 @@ class _Fails(torch.autograd.Function):
         raise full()
 
 
-def ended(fails: Callable[[Tensor], Tensor], before: bool, **settings: Any) -> dict[str, Tensor]:
+def state_after_failure(fails: Callable[[Tensor], Tensor], before: bool, **settings: Any) -> dict[str, Tensor]:
     """What a run ends with whose third step fails with 16 samples, before the model is called or after it."""
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         struck = trainer.step == 2 and len(batch[0]) > 8
         if struck and before:
             raise full()
-        found = mean_loss(model, batch)
+        found = squared_error(model, batch)
         return fails(found) if struck else found
 
-    trainer = trainer_for(loss, **settings)
-    result = trainer.fit(data())
+    trainer = searching_trainer(loss, **settings)
+    result = trainer.fit(DATA)
     assert trainer.batch_plan.micro_batch == 8
     assert [row.step for row in result.history] == [1, 2, 3]
     return dict(trainer.model.state_dict())
@@ -116,7 +110,7 @@ def ended(fails: Callable[[Tensor], Tensor], before: bool, **settings: Any) -> d
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_repeated_step_finds_buffers_and_random_states_restored(precision: str) -> None:
-    early, late = (ended(_Fails.apply, before, precision=precision) for before in (True, False))
+    early, late = (state_after_failure(_Fails.apply, before, precision=precision) for before in (True, False))
     assert early.keys() == late.keys()
     assert all(torch.equal(early[name], late[name]) for name in early)
     assert early["seen"] == 48  # each sample once
@@ -130,11 +124,11 @@ def test_resumed_run_keeps_its_micro_batch_size(tmp_path: Path) -> None:
             sizes.append(len(batch[0]))
             if trainer.step == 2 and len(batch[0]) > 8:
                 raise full()
-            return mean_loss(model, batch)
+            return squared_error(model, batch)
 
-        trainer = trainer_for(loss, max_steps=steps, **settings)
+        trainer = searching_trainer(loss, max_steps=steps, **settings)
         sizes.clear()
-        trainer.fit(data())
+        trainer.fit(DATA)
         return dict(trainer.model.state_dict())
 
     whole = trained(5)
@@ -153,13 +147,13 @@ def test_out_of_memory_error_that_ends_the_run_has_a_hint(said: list[str]) -> No
         ("auto", "hint: there is no smaller micro-batch"),
     ):
         with pytest.raises(torch.OutOfMemoryError) as found:
-            trainer_for(loss, micro_batch_size=micro_batch).fit(data())
+            searching_trainer(loss, micro_batch_size=micro_batch).fit(DATA)
         assert found.value.__notes__[0].startswith(hint)
 
 
 def test_out_of_memory_error_that_ends_the_run_names_a_placement_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(4)))  # 16 MiB
-    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mean_loss)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), squared_error)
     trainer.optimizer.state[model[0][0].weight]["momentum_buffer"] = torch.zeros(1024, 1024)  # type: ignore[index]
     world = SimpleNamespace(rank=0, world_size=4, local_world_size=4, device=torch.device("cuda"))
     monkeypatch.setattr(choose, "device_memory", lambda _device: 55 << 20)
@@ -193,9 +187,9 @@ def test_out_of_memory_error_that_ends_the_run_names_a_placement_that_fits(monke
 
 def test_auto_micro_batch_size_leaves_other_errors_unchanged() -> None:
     with pytest.raises(LossError, match="a tensor that does not require grad"):
-        trainer_for(lambda model, batch: mean_loss(model, batch).detach()).fit(data())
+        searching_trainer(lambda model, batch: squared_error(model, batch).detach()).fit(DATA)
     with pytest.raises(RuntimeError, match="^the user's own$"):
-        trainer_for(lambda model, batch: _raise(RuntimeError("the user's own"))).fit(data())
+        searching_trainer(lambda model, batch: _raise(RuntimeError("the user's own"))).fit(DATA)
 
 
 def _raise(error: Exception) -> Tensor:
@@ -204,7 +198,7 @@ def _raise(error: Exception) -> Tensor:
 
 def test_auto_micro_batch_size_with_the_users_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="train_data is a DataLoader that decides the batch size"):
-        trainer_for().fit(DataLoader(data(), batch_size=4))
+        searching_trainer().fit(DataLoader(DATA, batch_size=4))
 
 
 def test_auto_micro_batch_size_is_searched_once() -> None:
@@ -212,12 +206,12 @@ def test_auto_micro_batch_size_is_searched_once() -> None:
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         sizes.append(len(batch[0]))
-        return mean_loss(model, batch)
+        return squared_error(model, batch)
 
-    trainer = trainer_for(loss, max_steps=4)
-    trainer.find_learning_rate(data(), steps=3)
+    trainer = searching_trainer(loss, max_steps=4)
+    trainer.find_learning_rate(DATA, steps=3)
     assert 1 in sizes
     sizes.clear()
-    trainer.fit(data())
-    trainer.fit(data())
+    trainer.fit(DATA)
+    trainer.fit(DATA)
     assert set(sizes) == {16}

@@ -23,6 +23,7 @@ from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer import model_flops
 from ddp_kit.trainer.model_flops import ModelFlops, PeakRates
 from tests.support.launching import ROOT
+from tests.support.toys import mean_square
 
 WIDTH, SAMPLES = 8, 4
 PEAK = 1e12
@@ -34,14 +35,9 @@ def _a_table_with_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_flops, "TABLE", (*model_flops.TABLE, here))
 
 
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    found: Tensor = model(batch[0]).square().mean()
-    return found
-
-
 def fitted(
     model: nn.Module,
-    loss_fn: Any = squares,
+    loss_fn: Any = mean_square,
     data: Any = None,
     optimizer: Any = lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     **settings: Any,
@@ -180,7 +176,7 @@ class Many(nn.Module):
 
 
 def drawing(model: nn.Module, batch: Any) -> Tensor:
-    return squares(model, batch) * (1 + random.random() + torch.rand(()))
+    return mean_square(model, batch) * (1 + random.random() + torch.rand(()))
 
 
 @pytest.mark.parametrize("compiled", [None, pytest.param("model", marks=pytest.mark.slow)])
@@ -215,7 +211,7 @@ def test_flop_count_calls_the_loss_function_only_in_steps() -> None:
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         seen.append(_get_current_dispatch_mode() is not None)
-        return squares(model, batch)
+        return mean_square(model, batch)
 
     fitted(nn.Linear(WIDTH, 1), loss_fn)
     assert seen == [True, False, False, False]
@@ -332,7 +328,7 @@ def test_flops_exclude_products_of_the_optimizer() -> None:
 
 
 def waiting(model: nn.Module, batch: Any) -> Tensor:
-    loss = squares(model, batch)
+    loss = mean_square(model, batch)
     return loss * 2 if loss.item() > 1e9 else loss
 
 
@@ -340,7 +336,7 @@ other = nn.Linear(WIDTH, 1)
 
 
 def of_another(model: nn.Module, batch: Any) -> Tensor:
-    return squares(model, batch) + squares(other, batch)
+    return mean_square(model, batch) + mean_square(other, batch)
 
 
 def test_flops_of_loss_functions_that_read_values_or_use_other_modules_are_counted() -> None:
@@ -353,13 +349,13 @@ def test_flops_of_loss_functions_that_read_values_or_use_other_modules_are_count
 @pytest.mark.parametrize(
     ("model", "loss_fn", "reason"),
     [
-        (Recurrent(), squares, "the FLOPs of aten.mkldnn_rnn_layer are not"),
+        (Recurrent(), mean_square, "the FLOPs of aten.mkldnn_rnn_layer are not"),
         (
             nn.Bilinear(WIDTH, WIDTH, 2),
             lambda m, b: m(b[0], b[0]).mean(),
             "the FLOPs of aten._trilinear are not",
         ),
-        (nn.LayerNorm(WIDTH), squares, "the model has no matrix products or convolutions"),
+        (nn.LayerNorm(WIDTH), mean_square, "the model has no matrix products or convolutions"),
         (nn.Linear(WIDTH, 1).double(), lambda m, b: m(b[0].double()).mean(), "the peak rate of cpu in float64"),
     ],
 )

@@ -114,15 +114,15 @@ def with_extra(value: Tensor, kind: str) -> nn.Module:
     return model
 
 
-def loss_fn(model: Any, batch: Any) -> Tensor:
+def loss_with_extra(model: Any, batch: Any) -> Tensor:
     loss = model(batch[0]).square().mean()
     is_trained = isinstance(model.extra, nn.Parameter) and model.extra.requires_grad
     return loss + model.extra.abs().square().sum() * 0.1 if is_trained else loss
 
 
-def trained(folder: Path, steps: int, model: nn.Module, **options: Any) -> nn.Module:
+def fitted_model(folder: Path, steps: int, model: nn.Module, **options: Any) -> nn.Module:
     config = TrainerConfig(max_steps=steps, global_batch_size=8, checkpoint={"dir": folder, "save": "blocking"})
-    Trainer(model, lambda each: torch.optim.SGD(each, lr=0.01), loss_fn, config, **options).fit(DATA, DATA)
+    Trainer(model, lambda each: torch.optim.SGD(each, lr=0.01), loss_with_extra, config, **options).fit(DATA, DATA)
     return model
 
 
@@ -139,11 +139,11 @@ def test_model_with_a_tensor_of_this_kind_resumes(name: str, kind: str, tmp_path
         pytest.skip("torch has no arithmetic for float8")
     if kind == "trained" and name in ("expanded", "one value", "a scalar"):
         with pytest.raises(ConfigError, match=r"values share memory, as expand\(\) makes them, .* update them: extra"):
-            trained(tmp_path, 2, with_extra(made(tmp_path), kind))
+            fitted_model(tmp_path, 2, with_extra(made(tmp_path), kind))
         return
-    whole = trained(tmp_path / "whole", 4, with_extra(made(tmp_path), kind))
-    trained(tmp_path / "resumed", 2, with_extra(made(tmp_path), kind))
-    resumed = trained(tmp_path / "resumed", 4, with_extra(made(tmp_path), kind))
+    whole = fitted_model(tmp_path / "whole", 4, with_extra(made(tmp_path), kind))
+    fitted_model(tmp_path / "resumed", 2, with_extra(made(tmp_path), kind))
+    resumed = fitted_model(tmp_path / "resumed", 4, with_extra(made(tmp_path), kind))
     assert torch.equal(values(resumed), values(whole))
     assert torch.equal(resumed.weight, whole.weight)  # type: ignore[arg-type]
     assert resumed.extra.stride() == with_extra(made(tmp_path), kind).extra.stride()  # type: ignore[operator, union-attr]
@@ -157,20 +157,20 @@ def test_model_with_a_tensor_of_this_kind_is_refused_before_the_first_step(
     made, message = REFUSED[name]
     model = with_extra(made(tmp_path), kind)
     if kind == "frozen" and name == "inference":  # torch writes to such a parameter
-        assert torch.equal(values(trained(tmp_path, 2, model)), torch.ones(2, 4))
+        assert torch.equal(values(fitted_model(tmp_path, 2, model)), torch.ones(2, 4))
         return
     if kind == "frozen" and ("sparse" in name or name in ("nested", "jagged")):
         message = "the model Linear has sparse or nested parameters: extra"
     config = TrainerConfig(max_steps=2, global_batch_size=8, checkpoint={"dir": tmp_path / "run"})
     with pytest.raises(DdpKitError, match=message):
-        Trainer(model, lambda each: torch.optim.SGD(each, lr=0.01), loss_fn, config)
+        Trainer(model, lambda each: torch.optim.SGD(each, lr=0.01), loss_with_extra, config)
 
 
 def test_run_without_checkpoints_may_have_a_buffer_that_none_can_hold() -> None:
     config = TrainerConfig(max_steps=2, global_batch_size=8)
     for value in (inference(), torch.eye(4).to_sparse(), torch.ones(2).as_subclass(Named)):
         model = with_extra(value, "buffer")
-        Trainer(model, lambda each: torch.optim.SGD(each, lr=0.01), loss_fn, config).fit(DATA)
+        Trainer(model, lambda each: torch.optim.SGD(each, lr=0.01), loss_with_extra, config).fit(DATA)
 
 
 def test_expanded_buffer_changes_in_the_run_and_is_loaded_without_more_memory(tmp_path: Path) -> None:
@@ -185,16 +185,16 @@ def test_expanded_buffer_changes_in_the_run_and_is_loaded_without_more_memory(tm
                 self.base += 1
             return super().forward(x) + self.extra.sum() * 0
 
-    trained(tmp_path, 3, Counts(), callbacks=[EMA(0.5)])
-    model: Any = trained(tmp_path, 5, Counts(), callbacks=[EMA(0.5)])
+    fitted_model(tmp_path, 3, Counts(), callbacks=[EMA(0.5)])
+    model: Any = fitted_model(tmp_path, 5, Counts(), callbacks=[EMA(0.5)])
     assert model.extra.tolist() == [5, 5]
     assert model.extra.data_ptr() == model.base.data_ptr()
 
 
 def test_expanded_buffer_whose_saved_values_are_not_repeated_is_refused(tmp_path: Path) -> None:
-    trained(tmp_path, 2, with_extra(torch.arange(8.0).view(2, 4), "buffer"))
+    fitted_model(tmp_path, 2, with_extra(torch.arange(8.0).view(2, 4), "buffer"))
     with pytest.raises(DdpKitError, match=r"extra repeats its values in this run, because of expand\(\)"):
-        trained(tmp_path, 4, with_extra(torch.arange(4.0).expand(2, 4), "buffer"))
+        fitted_model(tmp_path, 4, with_extra(torch.arange(4.0).expand(2, 4), "buffer"))
 
 
 @pytest.mark.slow

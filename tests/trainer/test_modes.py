@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.model.modes import in_mode
+from tests.support.toys import mean_square
 
 X = torch.ones(16, 1)
 DATA = TensorDataset(X)
@@ -53,14 +54,10 @@ class Frozen(nn.Module):
         return result
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch[0]).square().mean()
-
-
 def trainer_of(model: nn.Module, **settings: Any) -> Trainer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = TrainerConfig(**{"global_batch_size": 4, **settings})
-    return Trainer(model, torch.optim.SGD(trained, lr=0.1), loss_fn, config)
+    return Trainer(model, torch.optim.SGD(trained, lr=0.1), mean_square, config)
 
 
 USES: dict[str, Callable[[Trainer], object]] = {

@@ -13,47 +13,41 @@ from torch.utils.data import IterableDataset, TensorDataset
 from ddp_kit import Loss, LossError, Trainer, TrainerConfig, Update
 from ddp_kit.trainer import step_loss
 from ddp_kit.trainer.non_finite import PassNote, cause_alone, part_of
+from tests.support.toys import sgd, small_network, squared_error, trainer_for
 
 
-def rows(samples: int = 24, bad: int | None = 13, value: float = math.nan) -> TensorDataset:
+def data_with_nan(samples: int = 24, bad: int | None = 13, value: float = math.nan) -> TensorDataset:
     x = torch.randn(samples, 3, generator=torch.Generator().manual_seed(0))
     if bad is not None:
         x[bad, 1] = value
     return TensorDataset(x, x.nan_to_num(0, 0, 0).sum(dim=1, keepdim=True))
 
 
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
-def trainer_for(model: nn.Module, loss: Any = squares, **settings: Any) -> Trainer:
-    config = TrainerConfig(
-        **{"global_batch_size": 6, "epochs": 1, "log_every_steps": 4, "data": {"shuffle": False}} | settings
-    )
-    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, config)
+def ordered_trainer(model: nn.Module, loss: Any = squared_error, **settings: Any) -> Trainer:
+    settings = {"global_batch_size": 6, "epochs": 1, "log_every_steps": 4, "data": {"shuffle": False}} | settings
+    return trainer_for(model=model, loss_fn=loss, optimizer=sgd(0.01), **settings)
 
 
 def message_of(trainer: Trainer, data: Any = None) -> str:
     with pytest.raises(LossError) as caught:
-        trainer.fit(rows() if data is None else data)
+        trainer.fit(data_with_nan() if data is None else data)
     return str(caught.value)
 
 
-def network(*layers: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), *layers, nn.Linear(4, 1))
+def network_with(*layers: nn.Module) -> nn.Module:
+    return small_network(3, 4, *layers or [nn.Identity()])
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_nan_sample_in_a_later_step_is_named_with_the_first_module(accumulation: int) -> None:
-    message = message_of(trainer_for(network(nn.Dropout(0.5)), accumulation_steps=accumulation))
+    message = message_of(ordered_trainer(network_with(nn.Dropout(0.5)), accumulation_steps=accumulation))
     assert "from step 3 on, first on rank 0\n  its pass was repeated: " in message
     assert "the first module whose output is not finite is 0 (Linear); it comes from sample 13 of train_data" in message
     assert "the micro-batch has values that are not finite; the largest absolute value before it is" in message
 
 
 def test_nan_sample_in_the_first_step_is_named() -> None:
-    message = message_of(trainer_for(network()), rows(bad=2))
+    message = message_of(ordered_trainer(network_with()), data_with_nan(bad=2))
     assert "the loss is nan in the first step of this run, on rank 0\n" in message
     assert "is 0 (Linear); it comes from sample 2 of train_data alone" in message
 
@@ -63,17 +57,20 @@ def test_large_sample_is_named_with_the_module_that_overflows() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x**3
 
-    message = message_of(trainer_for(nn.Sequential(nn.Identity(), Cube(), nn.Linear(3, 1))), rows(value=1e20))
+    message = message_of(
+        ordered_trainer(nn.Sequential(nn.Identity(), Cube(), nn.Linear(3, 1))), data_with_nan(value=1e20)
+    )
     assert "the first module whose output is not finite is 1 (Cube); it comes from sample 13 of train_data" in message
     assert "the largest absolute value before it is 1e+20, in the micro-batch" in message
 
 
 def test_loss_function_that_computes_nan_itself_is_named() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return squares(model, batch) + (batch[0].abs() + 1).log().sum().log() * (math.nan if trainer.step == 2 else 0)
+        factor = math.nan if trainer.step == 2 else 0
+        return squared_error(model, batch) + (batch[0].abs() + 1).log().sum().log() * factor
 
-    trainer = trainer_for(network(), loss)
-    message = message_of(trainer, rows(bad=None))
+    trainer = ordered_trainer(network_with(), loss)
+    message = message_of(trainer, data_with_nan(bad=None))
     assert "the outputs of all modules are finite, but not what the loss function computes from them" in message
     assert "each sample of the micro-batch gives it alone, so look at the weights" in message
 
@@ -81,10 +78,10 @@ def test_loss_function_that_computes_nan_itself_is_named() -> None:
 def test_weights_that_a_gradient_made_nan_are_named() -> None:
     def loss(model: Any, batch: Any) -> Tensor:
         root = (model[0].weight * (0.0 if trainer.step == 1 else 1.0)).square().sum().sqrt()  # its gradient is NaN at 0
-        return squares(model, batch) + 0.01 * root
+        return squared_error(model, batch) + 0.01 * root
 
-    trainer = trainer_for(network(), loss)
-    message = message_of(trainer, rows(bad=None))
+    trainer = ordered_trainer(network_with(), loss)
+    message = message_of(trainer, data_with_nan(bad=None))
     assert "from step 3 on" in message
     assert "is 0 (Linear), whose weights are not finite since an earlier update" in message
 
@@ -93,14 +90,16 @@ def test_samples_that_give_it_only_together_are_named_together() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch[0] * 0).mean() + batch[0][:, 1].abs().sum()
 
-    data = rows(bad=None)
+    data = data_with_nan(bad=None)
     data.tensors[0][13:15, 1] = 2e38  # their sum overflows
-    assert "it comes from samples 13, 14 of train_data only together" in message_of(trainer_for(network(), loss), data)
+    assert "it comes from samples 13, 14 of train_data only together" in message_of(
+        ordered_trainer(network_with(), loss), data
+    )
 
 
 def test_samples_that_cannot_be_tried_alone_are_named_together() -> None:
     """BatchNorm needs two samples."""
-    message = message_of(trainer_for(network(nn.BatchNorm1d(4))))
+    message = message_of(ordered_trainer(network_with(nn.BatchNorm1d(4))))
     assert "it comes from samples 13, 14 of train_data, which cannot be tried alone" in message
 
 
@@ -111,12 +110,12 @@ def test_sample_without_targets_of_its_own_is_not_blamed() -> None:
         counted = batch[0][:, 0] > 0
         return (model(batch[0]) - batch[1]).square().mean(dim=1)[counted].mean()
 
-    data = rows(bad=None)
+    data = data_with_nan(bad=None)
     data.tensors[0][:, 0] = 1.0
     data.tensors[0][14, 0] = -1.0
     data.tensors[0][13, 1] = math.nan
     assert "is 0 (Linear); it comes from sample 13 of train_data alone;" in message_of(
-        trainer_for(network(), loss), data
+        ordered_trainer(network_with(), loss), data
     )
 
 
@@ -133,7 +132,7 @@ def test_module_whose_output_is_infinite_in_good_passes_is_not_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x + self.mask(x).exp())
 
-    assert "is inner (Linear); it comes from sample 13" in message_of(trainer_for(Masked()))
+    assert "is inner (Linear); it comes from sample 13" in message_of(ordered_trainer(Masked()))
 
 
 def test_loss_function_that_empties_its_batch_is_repeated() -> None:
@@ -144,16 +143,16 @@ def test_loss_function_that_empties_its_batch_is_repeated() -> None:
     def collate(samples: Any) -> dict[str, Tensor]:
         return {"x": torch.stack([x for x, _ in samples]), "y": torch.stack([y for _, y in samples])}
 
-    trainer = trainer_for(network(), loss, data={"shuffle": True, "collate_fn": collate})
+    trainer = ordered_trainer(network_with(), loss, data={"shuffle": True, "collate_fn": collate})
     assert "is 0 (Linear); it comes from sample 13 of train_data alone" in message_of(trainer)
 
 
 def test_sample_of_a_stream_is_named_by_its_position() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
-            return iter(rows())
+            return iter(data_with_nan())
 
-    message = message_of(trainer_for(network()), Stream())
+    message = message_of(ordered_trainer(network_with()), Stream())
     assert "it comes from item 1 of the micro-batch alone" in message
 
 
@@ -162,7 +161,9 @@ def test_update_whose_loss_is_not_finite_is_named() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
     updates = [
         Update(
-            name, lambda m, batch, name=name: squares(m[name], batch), torch.optim.SGD(model[name].parameters(), 0.1)
+            name,
+            lambda m, batch, name=name: squared_error(m[name], batch),
+            torch.optim.SGD(model[name].parameters(), 0.1),
         )
         for name in ("a", "b")
     ]
@@ -176,7 +177,7 @@ def test_update_whose_loss_is_not_finite_is_named() -> None:
 def test_unknown_cause_is_found_by_logging_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(step_loss, "can_read_losses", lambda _context: False)  # as on a GPU
-    message = message_of(trainer_for(network()))
+    message = message_of(ordered_trainer(network_with()))
     assert "repeated" not in message
     assert "run the same command with log_every_steps=1" in message
 
@@ -190,14 +191,16 @@ def test_fp16_step_that_overflows_is_skipped_and_not_repeated(every: int, monkey
     monkeypatch.setattr(step_loss, "cause_alone", no_cause)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return squares(model, batch) * (1e36 if trainer.step == 2 else 1e-3)  # too large once it is scaled
+        return squared_error(model, batch) * (1e36 if trainer.step == 2 else 1e-3)  # too large once it is scaled
 
-    trainer = trainer_for(network(), loss, precision="fp16", log_every_steps=every)
-    assert trainer.fit(rows(bad=None)).skipped == 1
+    trainer = ordered_trainer(network_with(), loss, precision="fp16", log_every_steps=every)
+    assert trainer.fit(data_with_nan(bad=None)).skipped == 1
 
 
 def test_fp16_loss_that_is_not_finite_is_named() -> None:
-    message = message_of(trainer_for(network(), lambda *values: squares(*values) * 1e-3, precision="fp16"))
+    message = message_of(
+        ordered_trainer(network_with(), lambda *values: squared_error(*values) * 1e-3, precision="fp16")
+    )
     assert "is 0 (Linear); it comes from sample 13 of train_data alone" in message
 
 
@@ -205,7 +208,7 @@ def test_skipped_step_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     notes: list[object] = []
     monkeypatch.setattr(step_loss, "PassNote", lambda *values: notes.append(values))
-    assert trainer_for(network(), non_finite_gradients="skip").fit(rows()).skipped == 1
+    assert ordered_trainer(network_with(), non_finite_gradients="skip").fit(data_with_nan()).skipped == 1
     assert len(notes) == 1, "only before the first pass, whose loss is always read"
 
 
@@ -217,11 +220,11 @@ def test_repeated_pass_leaves_no_trace_and_draws_the_same_numbers() -> None:
             drawn.append(torch.rand(3))
             return x
 
-    trainer = trainer_for(network(Draws(), nn.BatchNorm1d(4)), log_every_steps=100)
+    trainer = ordered_trainer(network_with(Draws(), nn.BatchNorm1d(4)), log_every_steps=100)
     context = trainer._run
-    batch = [*rows()[12:18]]
+    batch = [*data_with_nan()[12:18]]
     note = PassNote(batch, 6, 0, None)
-    squares(trainer.model, batch)
+    squared_error(trainer.model, batch)
     state, buffers = torch.get_rng_state(), {name: each.clone() for name, each in trainer.model.named_buffers()}
     assert "0 (Linear)" in cause_alone(context, note, None)
     assert len(drawn) > 2
@@ -235,19 +238,21 @@ def test_repeated_pass_leaves_no_trace_and_draws_the_same_numbers() -> None:
 
 def test_pass_that_gives_another_result_is_said_to_depend_on_something_else() -> None:
     calls = iter([math.nan] + [1.0] * 99)
-    trainer = trainer_for(network(), lambda *values: squares(*values) * next(calls))
-    assert "its loss was finite: it depends on something else that changes" in message_of(trainer, rows(bad=None))
+    trainer = ordered_trainer(network_with(), lambda *values: squared_error(*values) * next(calls))
+    assert "its loss was finite: it depends on something else that changes" in message_of(
+        trainer, data_with_nan(bad=None)
+    )
 
 
 def test_loss_function_that_writes_to_its_batch_is_named() -> None:
     """Its pass can only be repeated with the batch as it has left it."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        value = squares(model, [batch[0].clone(), batch[1]])
+        value = squared_error(model, [batch[0].clone(), batch[1]])
         batch[0].nan_to_num_(0)
         return value
 
-    message = message_of(trainer_for(network(), loss))
+    message = message_of(ordered_trainer(network_with(), loss))
     assert "its pass was repeated, and its loss was finite: the loss function writes to its batch, so the" in message
 
 
@@ -268,7 +273,7 @@ def test_pass_that_writes_weights_is_repeated_after_the_backward_pass(by_data: b
             return self.layer(x.requires_grad_() * x.detach())
 
     model = Normalized()
-    message = message_of(trainer_for(model))
+    message = message_of(ordered_trainer(model))
     assert "is layer (Linear); it comes from sample 13 of train_data alone;" in message
     assert "; the loss function writes to layer.weight, so the repeated pass began with other values" in message
     assert model.calls == 4, "those of repeated passes do not count"
@@ -278,9 +283,9 @@ def test_pass_that_raises_when_it_is_repeated_still_ends_with_the_loss() -> None
     def loss(model: nn.Module, batch: Any) -> Tensor:
         if trainer.step == 2 and not torch.is_grad_enabled():
             raise RuntimeError("no gradients")
-        return squares(model, batch)
+        return squared_error(model, batch)
 
-    trainer = trainer_for(network(), loss)
+    trainer = ordered_trainer(network_with(), loss)
     assert "its pass could not be repeated: RuntimeError: no gradients" in message_of(trainer)
 
 
@@ -303,7 +308,7 @@ def test_module_inside_compiled_code_is_named_without_another_compilation() -> N
         graphs.append(graph)
         return graph.forward
 
-    trainer_for(torch.compile(network(nn.ReLU()), backend=backend)).fit(rows(bad=None))
-    without, failing = len(graphs), torch.compile(network(nn.ReLU()), backend=backend)
-    assert "is 0 (Linear); it comes from sample 13 of train_data alone" in message_of(trainer_for(failing))
+    ordered_trainer(torch.compile(network_with(nn.ReLU()), backend=backend)).fit(data_with_nan(bad=None))
+    without, failing = len(graphs), torch.compile(network_with(nn.ReLU()), backend=backend)
+    assert "is 0 (Linear); it comes from sample 13 of train_data alone" in message_of(ordered_trainer(failing))
     assert len(graphs) <= 2 * without

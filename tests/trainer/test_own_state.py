@@ -15,26 +15,16 @@ from ddp_kit import EMA, Callback, CheckpointError, DdpKitError, EarlyStopping, 
 from tests.programs.every_resume import DATA, OPTIMIZERS, Net, Rows, loss_fn
 from tests.support.launching import PROGRAMS, launch
 from tests.support.own_entries import Own
+from tests.support.toys import sgd, trainer_for
 
 
-def trainer_for(
-    folder: Path,
-    steps: int,
-    optimizer: Any,
-    model: nn.Module | None = None,
-    scheduler: Any = None,
-    callbacks: Any = (),
-    **settings: Any,
+def state_trainer(
+    folder: Path, steps: int, optimizer: Any, model: Any = Net, callbacks: Any = (), **named: Any
 ) -> Trainer:
-    torch.manual_seed(0)
-    config = TrainerConfig(
-        max_steps=steps, global_batch_size=8, checkpoint={"dir": folder, "save": "blocking"}, **settings
-    )
-    return Trainer(model or Net(), optimizer, loss_fn, config, scheduler=scheduler, callbacks=callbacks)
+    return trainer_for(folder, *callbacks, model=model, loss_fn=loss_fn, optimizer=optimizer, max_steps=steps, **named)
 
 
-def sgd(parameters: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+momentum_sgd = sgd(0.1, momentum=0.9)
 
 
 # --- Optimizers -------------------------------------------------------------------------------------------------------
@@ -46,7 +36,7 @@ def test_entries_of_every_optimizers_subclass_are_saved_and_loaded(name: str, tm
 
     def run(steps: int) -> Any:
         model = Rows() if name == "SparseAdam" else Net()
-        trainer = trainer_for(tmp_path, steps, lambda each: kind(each, lr=0.01, **OPTIMIZERS[name]), model)
+        trainer = state_trainer(tmp_path, steps, lambda each: kind(each, lr=0.01, **OPTIMIZERS[name]), model)
         trainer.fit(DATA)
         return trainer.optimizer
 
@@ -66,8 +56,8 @@ class Hooked(torch.optim.SGD):
 
 
 def test_hooks_of_an_optimizer_see_the_entries_that_they_have_added(tmp_path: Path) -> None:
-    trainer_for(tmp_path, 2, Hooked).fit(DATA)
-    optimizer: Any = trainer_for(tmp_path, 3, Hooked).optimizer
+    state_trainer(tmp_path, 2, Hooked).fit(DATA)
+    optimizer: Any = state_trainer(tmp_path, 3, Hooked).optimizer
     assert optimizer.seen == [7, "loaded"]
 
 
@@ -85,8 +75,8 @@ def test_overridden_add_param_group_is_called_as_by_hand_and_its_options_are_kep
     def two(parameters: Any) -> Optimizer:
         return Grouped([{"params": [parameter]} for parameter in parameters], lr=0.1)
 
-    trainer_for(tmp_path, 2, two).fit(DATA)
-    optimizer: Any = trainer_for(tmp_path, 3, two).optimizer
+    state_trainer(tmp_path, 2, two).fit(DATA)
+    optimizer: Any = state_trainer(tmp_path, 3, two).optimizer
     assert optimizer.added == len(optimizer.param_groups) == 2
     assert [group["number"] for group in optimizer.param_groups] == [1, 2]
 
@@ -108,18 +98,18 @@ class Squared(torch.optim.Adam):
 
 
 def test_tensor_that_load_state_dict_has_computed_is_kept(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, 3, lambda parameters: Squared(parameters, lr=0.01))
+    trainer = state_trainer(tmp_path, 3, lambda parameters: Squared(parameters, lr=0.01))
     trainer.fit(DATA)
     before = [values["exp_avg_sq"] for values in trainer.optimizer.state.values()]
-    after = trainer_for(tmp_path, 4, lambda parameters: Squared(parameters, lr=0.01)).optimizer.state.values()
+    after = state_trainer(tmp_path, 4, lambda parameters: Squared(parameters, lr=0.01)).optimizer.state.values()
     assert all(torch.allclose(values["exp_avg_sq"], old) for values, old in zip(after, before, strict=True))
 
 
 def test_state_that_belongs_to_no_parameter_is_kept(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, 2, sgd)
+    trainer = state_trainer(tmp_path, 2, momentum_sgd)
     trainer.optimizer.state["counter"] = {"steps": torch.tensor(2)}  # type: ignore[index]
     trainer.fit(DATA)
-    assert trainer_for(tmp_path, 3, sgd).optimizer.state["counter"]["steps"] == 2  # type: ignore[index]
+    assert state_trainer(tmp_path, 3, momentum_sgd).optimizer.state["counter"]["steps"] == 2  # type: ignore[index]
 
 
 def test_entries_of_each_updates_optimizer_are_kept(tmp_path: Path) -> None:
@@ -150,7 +140,7 @@ class OtherForm(torch.optim.SGD):
 
 def test_state_dict_of_another_form_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state_dict\(\) of the optimizer OtherForm returned no 'state'"):
-        trainer_for(tmp_path, 2, lambda parameters: OtherForm(parameters, lr=0.1)).fit(DATA)
+        state_trainer(tmp_path, 2, lambda parameters: OtherForm(parameters, lr=0.1)).fit(DATA)
 
 
 @pytest.mark.slow
@@ -207,8 +197,8 @@ class Stripped(Filtered):
     ids=lambda value: type(value).__name__,
 )
 def test_option_that_no_file_can_hold_stays_the_scripts(kind: Any, value: Any, tmp_path: Path) -> None:
-    trainer_for(tmp_path, 2, lambda parameters: kind(parameters, value)).fit(DATA)
-    optimizer = trainer_for(tmp_path, 3, lambda parameters: kind(parameters, value)).optimizer
+    state_trainer(tmp_path, 2, lambda parameters: kind(parameters, value)).fit(DATA)
+    optimizer = state_trainer(tmp_path, 3, lambda parameters: kind(parameters, value)).optimizer
     found = optimizer.param_groups[0]["weight_decay_filter"]
     assert found is value or found == value
     assert optimizer.param_groups[0]["momentum"] == 0.9
@@ -219,7 +209,7 @@ def test_option_that_the_run_changes_and_no_file_can_hold_is_refused(tmp_path: P
     value = Filter()
 
     def train(change: Callable[[Optimizer], None]) -> None:
-        trainer = trainer_for(tmp_path, 4, lambda parameters: Filtered(parameters, value))
+        trainer = state_trainer(tmp_path, 4, lambda parameters: Filtered(parameters, value))
         for _ in trainer.steps(DATA):
             change(trainer.optimizer)
 
@@ -233,7 +223,7 @@ def test_option_that_the_run_changes_and_no_file_can_hold_is_refused(tmp_path: P
 @pytest.mark.parametrize("value", [deque([1]), {1}, torch.Generator()], ids=lambda value: type(value).__name__)
 def test_container_or_generator_that_no_file_can_hold_is_refused_in_words(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
-        trainer_for(tmp_path, 2, lambda parameters: Filtered(parameters, value)).fit(DATA)
+        state_trainer(tmp_path, 2, lambda parameters: Filtered(parameters, value)).fit(DATA)
     assert error.value.message.startswith("optimizer.param_groups[0].weight_decay_filter is a ")
     assert "parameter group 0 of the Filtered" in error.value.hint
     assert "override state_dict() in a subclass of Filtered" in error.value.hint
@@ -261,7 +251,7 @@ def test_function_of_a_scheduler_stays_the_scripts(nested: bool, warmup: int, tm
         return torch.optim.lr_scheduler.ChainedScheduler([powered], optimizer) if nested else powered
 
     def rate(folder: Path, steps: int) -> float:
-        trainer = trainer_for(folder, steps, sgd, scheduler=make, warmup_steps=warmup)
+        trainer = state_trainer(folder, steps, momentum_sgd, scheduler=make, warmup_steps=warmup)
         trainer.fit(DATA)
         return trainer.optimizer.param_groups[0]["lr"]
 
@@ -281,10 +271,10 @@ class Counted(torch.optim.lr_scheduler.ReduceLROnPlateau):
 
 def test_attributes_of_a_subclass_of_reduce_lr_on_plateau_are_kept_and_settings_are_the_scripts(tmp_path: Path) -> None:
     def run(steps: int, patience: int) -> Any:
-        trainer_for(
+        state_trainer(
             tmp_path,
             steps,
-            sgd,
+            momentum_sgd,
             eval_every_steps=1,
             scheduler=lambda optimizer: made.append(Counted(optimizer, patience=patience)) or made[-1],
         ).fit(DATA, DATA)
@@ -336,10 +326,10 @@ LOADS = {"load_state_dict pre-hook", "load_state_dict post-hook", "set_extra_sta
 def test_everything_that_torch_calls_for_a_modules_state_is_called(tmp_path: Path) -> None:
     model = HookedNet()
     model.extra = "saved"
-    trainer_for(tmp_path, 2, sgd, model).fit(DATA)
+    state_trainer(tmp_path, 2, momentum_sgd, model).fit(DATA)
     assert set(model.calls) == SAVES
     model = HookedNet()
-    trainer_for(tmp_path, 3, sgd, model)
+    state_trainer(tmp_path, 3, momentum_sgd, model)
     assert set(model.calls) >= SAVES | LOADS
     assert model.extra == "saved"
 
@@ -349,9 +339,9 @@ class OwnNet(Own, Net):
 
 
 def test_entries_of_a_models_own_state_dict_arrive(tmp_path: Path) -> None:
-    trainer_for(tmp_path, 2, sgd, OwnNet()).fit(DATA)
+    state_trainer(tmp_path, 2, momentum_sgd, OwnNet()).fit(DATA)
     model = OwnNet()
-    trainer_for(tmp_path, 3, sgd, model)
+    state_trainer(tmp_path, 3, momentum_sgd, model)
     model.check_arrived()
 
 
@@ -373,7 +363,7 @@ def test_entries_of_callbacks_arrive(make: Callable[[], Any], per_rank: bool, tm
     def run(steps: int) -> Any:
         callback = make()
         callback.__class__ = type(type(callback).__name__, (Own, type(callback)), {"state_per_rank": per_rank})
-        trainer_for(tmp_path, steps, sgd, callbacks=[callback]).fit(DATA, DATA)
+        state_trainer(tmp_path, steps, momentum_sgd, callbacks=[callback]).fit(DATA, DATA)
         return callback
 
     assert run(2).saved >= 1
@@ -398,7 +388,7 @@ def test_value_that_cannot_be_stored_is_named_with_its_owner(tmp_path: Path) -> 
 
     def words(**options: Any) -> str:
         with pytest.raises(DdpKitError) as error:
-            trainer_for(tmp_path, 2, **{"optimizer": sgd, **options}).fit(DATA)
+            state_trainer(tmp_path, 2, **{"optimizer": momentum_sgd, **options}).fit(DATA)
         return str(error.value)
 
     assert words(optimizer=lambda parameters: optimizer(parameters, lr=0.1)).startswith(

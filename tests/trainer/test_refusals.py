@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, OneCycleLR, SequentialLR
 from torch.utils.data import TensorDataset
 
-from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer, TrainerConfig
+from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer
 from ddp_kit.config.settings import ParallelConfig
 from ddp_kit.distributed.consistency import bits, differing, rates, settings_of
 from ddp_kit.distributed.world import World
@@ -20,73 +20,64 @@ from ddp_kit.parallel.strategy import scale_gradients
 from ddp_kit.trainer.logging import WEIGHT, Interval
 from ddp_kit.trainer.step import StepResult
 from ddp_kit.trainer.step_loss import _ratio
+from tests.support.toys import regression_data, sgd, small_network, squared_error, trainer_for
 
 ALONE = World(0, 1, 0, 1, 0, torch.device("cpu"))
 
 
-def data(samples: int = 12) -> TensorDataset:
-    x = torch.randn(samples, 2, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+DATA = regression_data(12, 2)
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def normalised_network() -> nn.Module:
+    return small_network(2, 2, nn.BatchNorm1d(2))
 
 
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-
-
-def trainer_for(
-    loss: Any = squares, model: Any = None, config: dict[str, Any] | None = None, **options: Any
+def ordered_trainer(
+    loss: Any = squared_error, *, config: dict[str, Any] | None = None, callbacks: Any = (), **named: Any
 ) -> Trainer:
     settings = {"global_batch_size": 4, "epochs": 2, "log_every_steps": 2, "data": {"shuffle": False}} | (config or {})
-    return Trainer(model or network(), options.pop("optimizer", sgd), loss, TrainerConfig(**settings), **options)
+    arguments = {"model": normalised_network, "optimizer": sgd(0.1, momentum=0.9)} | settings | named
+    return trainer_for(None, *callbacks, loss_fn=loss, **arguments)
 
 
 def test_trainer_in_a_spawned_process_that_imports_the_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for the other ranks as one more process of this one."""
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(ConfigError, match="imports the script, which creates a Trainer"):
-        trainer_for()
+        ordered_trainer()
 
 
 def test_backward_in_the_loss_function_is_reported_by_the_first_evaluation() -> None:
     """A batch of it is evaluated first, without gradients."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        value = squares(model, batch)
+        value = squared_error(model, batch)
         value.backward()
         return value
 
     with pytest.raises(LossError, match="the loss function calls backward"):
-        trainer_for(loss).fit(data(), data())
+        ordered_trainer(loss).fit(DATA, DATA)
 
 
 def test_graph_used_twice_gets_a_hint() -> None:
     kept: list[Tensor] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        kept.append(squares(model, batch))
+        kept.append(squared_error(model, batch))
         return torch.stack(kept).sum()
 
     with pytest.raises(RuntimeError, match="a second time") as caught:
-        trainer_for(loss).fit(data())
+        ordered_trainer(loss).fit(DATA)
     assert "call .detach()" in caught.value.__notes__[0]
 
 
 def test_loss_that_becomes_constant_is_reported_with_its_step() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return squares(model, batch) if trainer.step < 2 else torch.zeros(())
+        return squared_error(model, batch) if trainer.step < 2 else torch.zeros(())
 
-    trainer = trainer_for(loss)
+    trainer = ordered_trainer(loss)
     with pytest.raises(LossError, match="does not require grad at step 3 on rank 0") as caught:
-        trainer.fit(data())
+        trainer.fit(DATA)
     assert caught.value.step == 3
 
 
@@ -101,7 +92,7 @@ class After(Callback):
 
 @pytest.mark.parametrize("now", [True, False])
 def test_freezing_in_mid_run_is_refused_before_the_next_update(now: bool) -> None:
-    model = network()
+    model = normalised_network()
     model[0].weight.requires_grad_(not now)
     before = []
 
@@ -110,7 +101,7 @@ def test_freezing_in_mid_run_is_refused_before_the_next_update(now: bool) -> Non
         before.extend(each.detach().clone() for each in model.parameters())
 
     with pytest.raises(ConfigError, match=r"frozen or unfrozen .*: 0.weight"):
-        trainer_for(model=model, callbacks=[After(3, change)]).fit(data())
+        ordered_trainer(model=model, callbacks=[After(3, change)]).fit(DATA)
     for ours, theirs in zip(model.parameters(), before, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -131,7 +122,7 @@ def test_freezing_in_mid_run_is_refused_before_the_next_update(now: bool) -> Non
 )
 def test_changed_parameters_are_refused_by_the_next_log_point(change: Callable[[Trainer], None], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        trainer_for(callbacks=[After(2, change)]).fit(data())
+        ordered_trainer(callbacks=[After(2, change)]).fit(DATA)
 
 
 def test_gradients_left_between_steps_do_not_enter_the_next_one() -> None:
@@ -142,9 +133,9 @@ def test_gradients_left_between_steps_do_not_enter_the_next_one() -> None:
             parameter.grad = torch.ones_like(parameter)
 
     def trained(*callbacks: Callback) -> list[Tensor]:
-        model = network()
+        model = normalised_network()
         model[2].bias.requires_grad_(False)
-        trainer_for(model=model, callbacks=callbacks).fit(data())
+        ordered_trainer(model=model, callbacks=callbacks).fit(DATA)
         return list(model.parameters())
 
     for ours, theirs in zip(trained(After(1, probe), After(2, probe)), trained(), strict=True):
@@ -155,14 +146,14 @@ def test_gradients_left_between_steps_do_not_enter_the_next_one() -> None:
 def test_skipped_step_leaves_the_buffers_unchanged(config: dict[str, Any]) -> None:
 
     def small(model: nn.Module, batch: Any) -> Tensor:
-        return squares(model, batch) * 1e-3  # or the scaling of fp16 overflows in its first steps
+        return squared_error(model, batch) * 1e-3  # or the scaling of fp16 overflows in its first steps
 
-    x, y = data().tensors
+    x, y = DATA.tensors
     bad = x.clone()
     bad[5] = torch.nan  # in the second step
     runs = []
     for samples in (bad, torch.cat((x[:4], x[8:]))):
-        trainer = trainer_for(small, config=config | {"epochs": 1, "non_finite_gradients": "skip"})
+        trainer = ordered_trainer(small, config=config | {"epochs": 1, "non_finite_gradients": "skip"})
         skipped = trainer.fit(TensorDataset(samples, y if len(samples) == 12 else torch.cat((y[:4], y[8:])))).skipped
         runs.append((skipped, trainer.model.state_dict()))
     assert [skipped for skipped, _ in runs] == [1, 0]
@@ -174,23 +165,24 @@ def test_skipped_step_leaves_the_buffers_unchanged(config: dict[str, Any]) -> No
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.tensor(-2.0), torch.tensor(torch.nan)])
 def test_invalid_weight_of_a_loss_is_an_error(weight: Any) -> None:
     def loss(model: nn.Module, batch: Any) -> Loss:
-        return Loss(squares(model, batch), weight=weight if trainer.step == 1 else 1)
+        return Loss(squared_error(model, batch), weight=weight if trainer.step == 1 else 1)
 
-    trainer = trainer_for(loss)
+    trainer = ordered_trainer(loss)
     at_once, at_the_log_point = "returned a Loss whose weight is (-|nan|inf)", "the weight of a Loss is .* at step 2"
     with pytest.raises(LossError, match=at_the_log_point if isinstance(weight, Tensor) else at_once):
-        trainer.fit(data())
+        trainer.fit(DATA)
 
 
 @pytest.mark.parametrize("config", [{}, {"non_finite_gradients": "skip"}], ids=["raise", "skip"])
 def test_step_in_fp16_with_an_invalid_weight_leaves_the_parameters_finite(config: dict[str, Any]) -> None:
     def loss(model: nn.Module, batch: Any) -> Loss:
         weight = torch.tensor(torch.nan if trainer.step == 1 else 4.0)
-        return Loss(squares(model, batch) * 1e-3, weight=weight)  # a larger loss would overflow in the first steps
+        # A larger loss would overflow in the first steps.
+        return Loss(squared_error(model, batch) * 1e-3, weight=weight)
 
-    trainer = trainer_for(loss, config={"precision": "fp16"} | config)
+    trainer = ordered_trainer(loss, config={"precision": "fp16"} | config)
     with pytest.raises(LossError, match="the weight of a Loss is .* at step 2"):
-        trainer.fit(data())
+        trainer.fit(DATA)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
 
 
@@ -239,22 +231,22 @@ def one_cycle(optimizer: torch.optim.Optimizer, ticks: int) -> OneCycleLR:
 def test_scheduler_that_ends_before_the_run_is_refused_before_the_first_step(
     make: Any, config: dict[str, Any], left: int | None
 ) -> None:
-    trainer = trainer_for(config=config, scheduler=make)  # of 6 steps
+    trainer = ordered_trainer(config=config, scheduler=make)  # of 6 steps
     if left is None:
-        assert trainer.fit(data()).steps == 6
+        assert trainer.fit(DATA).steps == 6
         return
     with pytest.raises(ConfigError, match=f"allows {left} more steps, but the run has 6 more optimizer steps"):
-        trainer.fit(data())
+        trainer.fit(DATA)
     assert trainer.step == 0
 
 
 def test_scheduler_that_ends_during_a_stream_is_reported() -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
-            return iter([*zip(*data().tensors, strict=True)])
+            return iter([*zip(*DATA.tensors, strict=True)])
 
     with pytest.raises(ConfigError, match="of the OneCycleLR failed after optimizer step 4"):
-        trainer_for(scheduler=lambda optimizer: one_cycle(optimizer, 3)).fit(Stream())
+        ordered_trainer(scheduler=lambda optimizer: one_cycle(optimizer, 3)).fit(Stream())
 
 
 # --- fingerprints ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_kit import Trainer, TrainerConfig
+from ddp_kit import Trainer
 from ddp_kit.metrics import Loss
 from ddp_kit.trainer import repeated_pass
 from ddp_kit.trainer.repeated_pass import WEIGHTS, NotRepeatable, PassState, repeat
+from tests.support.toys import mean_square, trainer_for
 
 
 class Writes(nn.Module):
@@ -38,7 +39,7 @@ class Writes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.write(self, x)
-        facts = torch.tensor(numbers(self.state()), dtype=torch.float32)
+        facts = torch.tensor(numbers_in(self.state()), dtype=torch.float32)
         return self.layer(x) * (1 + facts.cos().sum())
 
     def state(self) -> dict[str, Any]:
@@ -59,14 +60,14 @@ class Writes(nn.Module):
         return {"weights": tensors, "random": random_states, "training": self.slow.training, "steps": steps, **others}
 
 
-def numbers(value: Any) -> list[float]:
+def numbers_in(value: Any) -> list[float]:
     """All numbers in nested values."""
     if isinstance(value, Tensor | np.ndarray):
         return [float(each) for each in value.reshape(-1).tolist()]
     if isinstance(value, dict):
-        return [number for item in value.items() for number in numbers(item)]
+        return [number for item in value.items() for number in numbers_in(item)]
     if isinstance(value, list | tuple | deque | set):
-        return [number for item in value for number in numbers(item)]
+        return [number for item in value for number in numbers_in(item)]
     if isinstance(value, str):
         return [float(sum(map(ord, value)))]
     return [float(value)] if isinstance(value, int | float) else []
@@ -175,24 +176,20 @@ NOTICED = {
 }
 
 
-def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-def trainer_for(model: nn.Module) -> Trainer:
+def writing_trainer(model: nn.Module) -> Trainer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Trainer(model, torch.optim.SGD(trained, lr=0.1), loss_fn, TrainerConfig())
+    return trainer_for(model=model, loss_fn=mean_square, optimizer=torch.optim.SGD(trained, lr=0.1))
 
 
 def check_repeated_pass(model: Writes, written: set[str]) -> list[str]:
     """Run a pass and repeat it: the loss and the model must be as after the pass. Returns what was not copied."""
-    context = trainer_for(model)._run
+    context = writing_trainer(model)._run
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     before = PassState(model, written, weights="each", graphs=False)
     batch = torch.ones(2, 3)
-    loss = loss_fn(model, batch)
+    loss = mean_square(model, batch)
     changed = before.changed()
-    state = numbers(model.state())
+    state = numbers_in(model.state())
     queue = model.queue
 
     def set_random() -> None:
@@ -207,7 +204,7 @@ def check_repeated_pass(model: Writes, written: set[str]) -> list[str]:
     assert not isinstance(repeated, Loss)
     if not changed:
         assert repeated.item() == loss.item()
-        assert numbers(model.state()) == state
+        assert numbers_in(model.state()) == state
         assert not changed_again
         assert model.queue is queue
     assert (random.getstate(), torch.get_rng_state().tolist()) == drawn
@@ -220,9 +217,9 @@ def test_repeated_pass_leaves_what_forward_passes_write_as_it_was(name: str) -> 
     for _ in range(2):
         assert check_repeated_pass(model, set()) == []
     if name != "nothing":
-        before = numbers(model.state())
+        before = numbers_in(model.state())
         model(torch.ones(2, 3))
-        assert numbers(model.state()) != before, "the case shows nothing"
+        assert numbers_in(model.state()) != before, "the case shows nothing"
 
 
 @pytest.mark.parametrize(("write", "name"), NOTICED.items())
@@ -248,11 +245,11 @@ def test_failed_pass_leaves_the_model_as_it_was() -> None:
         raise RuntimeError("no\nmore")
 
     model = Writes(fail)
-    state = numbers(model.state())
+    state = numbers_in(model.state())
     with pytest.raises(NotRepeatable, match="^RuntimeError: no$") as raised:
-        repeat(trainer_for(model)._run, torch.ones(2, 3), lambda: None, float, alone=True)  # type: ignore[arg-type]
+        repeat(writing_trainer(model)._run, torch.ones(2, 3), lambda: None, float, alone=True)  # type: ignore[arg-type]
     assert raised.value.after.changed() == []
-    assert numbers(model.state()) == state
+    assert numbers_in(model.state()) == state
 
 
 def test_failed_pass_names_the_weights_that_it_has_written() -> None:
@@ -262,7 +259,7 @@ def test_failed_pass_names_the_weights_that_it_has_written() -> None:
 
     model = Writes(fail)
     with pytest.raises(NotRepeatable) as raised:
-        repeat(trainer_for(model)._run, torch.ones(2, 3), lambda: None, float, weights="each", alone=True)  # type: ignore[arg-type]
+        repeat(writing_trainer(model)._run, torch.ones(2, 3), lambda: None, float, weights="each", alone=True)  # type: ignore[arg-type]
     assert raised.value.after.changed() == ["layer.weight"]
 
 

@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -33,34 +34,16 @@ from ddp_kit.checkpoint.format import checkpoints, left_branches, name_of
 from ddp_kit.checkpoint.lock import NAME
 from ddp_kit.checkpoint.state import CallbacksPart, as_text, load_callbacks
 from ddp_kit.checkpoint.writer import LOCK, System
+from tests.support.toys import adam, regression_data, same_state, small_network, trainer_for
+
+DATA = regression_data()
 
 
-def data() -> TensorDataset:
-    x = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+def noisy_network() -> nn.Module:
+    return small_network(3, 4, nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2))
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
-def trainer_for(
-    folder: Path | None,
-    *callbacks: Callback,
-    optimizer: Any = adam,
-    scheduler: Any = None,
-    checkpoint: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Trainer:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
-    asked = {"dir": folder, "save": "blocking", **(checkpoint or {})}
-    config = TrainerConfig(**{"global_batch_size": 8, "log_every_steps": 2, **settings}, checkpoint=asked)
-    return Trainer(model, optimizer, loss, config, scheduler=scheduler, callbacks=callbacks)
+noisy_trainer = partial(trainer_for, model=noisy_network, optimizer=adam(), log_every_steps=2)
 
 
 class Breaks(Callback):
@@ -74,12 +57,8 @@ class Breaks(Callback):
             raise KeyboardInterrupt
 
 
-def steps(folder: Path) -> list[int]:
+def steps_in(folder: Path) -> list[int]:
     return [found.step for found in checkpoints(folder)]
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # Callbacks -----------------------------------------------------------------------------------------------------------
@@ -102,38 +81,38 @@ def test_callbacks_of_a_resumed_run_end_in_the_state_of_an_undisturbed_run(tmp_p
     settings: dict[str, Any] = {"max_steps": 40, "eval_every_steps": 2}
     every = {"every_steps": 4}
     whole = callbacks("whole")
-    trainer_for(tmp_path / "a", *whole, checkpoint=every, **settings).fit(data(), data())
+    noisy_trainer(tmp_path / "a", *whole, checkpoint=every, **settings).fit(DATA, DATA)
     torn = [*callbacks("torn"), Breaks(8)]
     with pytest.raises(KeyboardInterrupt):
-        trainer_for(tmp_path / "b", *torn, checkpoint=every, **settings).fit(data(), data())
+        noisy_trainer(tmp_path / "b", *torn, checkpoint=every, **settings).fit(DATA, DATA)
     resumed = callbacks("torn")
-    trainer = trainer_for(tmp_path / "b", *resumed, checkpoint=every, **settings)
+    trainer = noisy_trainer(tmp_path / "b", *resumed, checkpoint=every, **settings)
     assert trainer.step == 4
-    assert trainer.fit(data(), data()).steps == 12
-    assert same(resumed[0].model_state(), whole[0].model_state())
+    assert trainer.fit(DATA, DATA).steps == 12
+    assert same_state(resumed[0].model_state(), whole[0].model_state())
     assert resumed[1].state_dict() == whole[1].state_dict()
     assert rows("torn") == rows("whole")
-    again = trainer_for(tmp_path / "b", *callbacks("torn"), checkpoint=every, **settings)
-    assert again.fit(data(), data()).steps == 12
+    again = noisy_trainer(tmp_path / "b", *callbacks("torn"), checkpoint=every, **settings)
+    assert again.fit(DATA, DATA).steps == 12
 
 
 def test_rows_of_other_runs_in_the_same_file_are_kept(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
-    trainer_for(None, CSVLogger(log), max_steps=8).fit(data())
+    noisy_trainer(None, CSVLogger(log), max_steps=8).fit(DATA)
     with pytest.raises(KeyboardInterrupt):
-        trainer_for(tmp_path / "run", CSVLogger(log), Breaks(7), max_steps=8, checkpoint={"every_steps": 5}).fit(data())
-    trainer_for(tmp_path / "run", CSVLogger(log), max_steps=8).fit(data())
+        noisy_trainer(tmp_path / "run", CSVLogger(log), Breaks(7), max_steps=8, checkpoint={"every_steps": 5}).fit(DATA)
+    noisy_trainer(tmp_path / "run", CSVLogger(log), max_steps=8).fit(DATA)
     with log.open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["2", "4", "6", "8", "2", "4", "6", "8"]
 
 
 def test_resume_with_other_callbacks_names_them_and_loads_the_matching_states(tmp_path: Path, said: list[str]) -> None:
     saved = [EarlyStopping(patience=9), EMA(0.5), EMA(0.9)]
-    trainer_for(tmp_path, *saved, max_steps=3).fit(data(), data())
+    noisy_trainer(tmp_path, *saved, max_steps=3).fit(DATA, DATA)
     others = [CSVLogger(tmp_path / "log.csv"), EMA(0.5), EMA(0.9)]
-    trainer_for(tmp_path, *others, max_steps=3).fit(data())
+    noisy_trainer(tmp_path, *others, max_steps=3).fit(DATA)
     assert all(
-        same(ours.model_state(), theirs.model_state()) for ours, theirs in zip(others[1:], saved[1:], strict=True)
+        same_state(ours.model_state(), theirs.model_state()) for ours, theirs in zip(others[1:], saved[1:], strict=True)
     )  # type: ignore[attr-defined]
     (line,) = [line for line in said if "the callbacks differ" in line]
     assert "no state for CSVLogger" in line
@@ -145,18 +124,18 @@ def test_resume_with_other_callbacks_names_them_and_loads_the_matching_states(tm
 
 def test_best_checkpoint_is_kept_and_stays_the_best_after_a_resume(tmp_path: Path) -> None:
     best = {"every_steps": 2, "keep_last": 1, "best_metric": "loss", "best_mode": "max"}  # at the first evaluation
-    first = trainer_for(tmp_path, checkpoint=best, max_steps=6, eval_every_steps=3)
-    first.fit(data(), data())
+    first = noisy_trainer(tmp_path, checkpoint=best, max_steps=6, eval_every_steps=3)
+    first.fit(DATA, DATA)
     assert [(found.step, found.manifest and found.manifest.best) for found in checkpoints(tmp_path)] == [
         (6, False),
         (3, True),
     ]
-    trainer_for(tmp_path, checkpoint=best, max_steps=9, eval_every_steps=3).fit(data(), data())
-    assert steps(tmp_path) == [9, 3]
+    noisy_trainer(tmp_path, checkpoint=best, max_steps=9, eval_every_steps=3).fit(DATA, DATA)
+    assert steps_in(tmp_path) == [9, 3]
 
 
 def test_best_checkpoint_of_the_last_evaluation_is_marked(tmp_path: Path) -> None:
-    trainer_for(tmp_path, checkpoint={"best_metric": "loss"}, max_steps=4, eval_every_steps=3).fit(data(), data())
+    noisy_trainer(tmp_path, checkpoint={"best_metric": "loss"}, max_steps=4, eval_every_steps=3).fit(DATA, DATA)
     newest = checkpoints(tmp_path)[0]
     assert newest.step == 4
     assert newest.manifest is not None
@@ -165,7 +144,7 @@ def test_best_checkpoint_of_the_last_evaluation_is_marked(tmp_path: Path) -> Non
 
 def test_best_metric_that_is_unknown_and_best_mode_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)checkpoint.best_metric monitors 'los', .*did you mean 'loss'"):
-        trainer_for(tmp_path, checkpoint={"best_metric": "los"}, max_steps=1).fit(data(), data())
+        noisy_trainer(tmp_path, checkpoint={"best_metric": "los"}, max_steps=1).fit(DATA, DATA)
     with pytest.raises(ConfigError, match="needs checkpoint.best_metric: set both or neither"):
         TrainerConfig(checkpoint={"best_mode": "max"})  # type: ignore[arg-type]
 
@@ -175,25 +154,25 @@ def test_best_metric_that_is_unknown_and_best_mode_alone_are_refused(tmp_path: P
 
 def test_abandoned_branch_is_set_aside_and_never_resumed_automatically(tmp_path: Path, said: list[str]) -> None:
     often = {"every_steps": 2, "keep_last": 9}
-    trainer_for(tmp_path, checkpoint=often, max_steps=8).fit(data())
-    back = trainer_for(tmp_path, checkpoint=often, max_steps=5)
+    noisy_trainer(tmp_path, checkpoint=often, max_steps=8).fit(DATA)
+    back = noisy_trainer(tmp_path, checkpoint=often, max_steps=5)
     back.resume(tmp_path / name_of(4))
-    assert steps(tmp_path) == [8, 6, 4, 2]  # to look at an older one changes nothing
-    back.fit(data())
-    assert steps(tmp_path) == [5, 4, 2]
+    assert steps_in(tmp_path) == [8, 6, 4, 2]  # to look at an older one changes nothing
+    back.fit(DATA)
+    assert steps_in(tmp_path) == [5, 4, 2]
     (left,) = left_branches(tmp_path)
-    assert steps(left) == [8, 6]
+    assert steps_in(left) == [8, 6]
     (line,) = [line for line in said if "belong to another branch" in line]
     assert "continues after step 4: the checkpoints of steps 6, 8" in line
     assert str(left) in line
-    assert trainer_for(tmp_path).step == 5
+    assert noisy_trainer(tmp_path).step == 5
 
 
 def test_run_started_from_the_beginning_sets_earlier_checkpoints_aside(tmp_path: Path) -> None:
-    trainer_for(tmp_path, max_steps=4).fit(data())
-    trainer_for(tmp_path, checkpoint={"resume": None}, max_steps=2).fit(data())
-    assert steps(tmp_path) == [2]
-    assert [steps(left) for left in left_branches(tmp_path)] == [[4]]
+    noisy_trainer(tmp_path, max_steps=4).fit(DATA)
+    noisy_trainer(tmp_path, checkpoint={"resume": None}, max_steps=2).fit(DATA)
+    assert steps_in(tmp_path) == [2]
+    assert [steps_in(left) for left in left_branches(tmp_path)] == [[4]]
 
 
 @pytest.mark.parametrize("begins", ["afresh", "from a checkpoint"])
@@ -202,18 +181,18 @@ def test_restarted_workers_resume_from_their_own_branch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str, counted: str
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
-    trainer_for(tmp_path, max_steps=2).fit(data())
+    noisy_trainer(tmp_path, max_steps=2).fit(DATA)
     (old,) = checkpoints(tmp_path)
     asked = {"resume": None if begins == "afresh" else old.path}
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
     monkeypatch.setenv(counted, "1")  # before its first save
-    first = trainer_for(tmp_path, checkpoint=asked, max_steps=5)
+    first = noisy_trainer(tmp_path, checkpoint=asked, max_steps=5)
     assert first.step == (0 if begins == "afresh" else 2)
-    first.fit(data())
-    assert trainer_for(tmp_path, checkpoint=asked).step == 5
+    first.fit(DATA)
+    assert noisy_trainer(tmp_path, checkpoint=asked).step == 5
     monkeypatch.setenv(counted, "0")
     if begins != "afresh":
-        assert trainer_for(tmp_path, checkpoint=asked).step == 2
+        assert noisy_trainer(tmp_path, checkpoint=asked).step == 2
 
 
 # What cannot be gone on from -----------------------------------------------------------------------------------------
@@ -230,7 +209,7 @@ def test_resume_with_another_optimizer_scheduler_or_grouping_is_refused(tmp_path
     def cosine(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
 
-    trainer_for(tmp_path, max_steps=1, scheduler=cosine).fit(data())
+    noisy_trainer(tmp_path, max_steps=1, scheduler=cosine).fit(DATA)
     for settings, match in [
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters), "scheduler": cosine}, "is Adam, .* uses SGD"),
         ({}, "scheduler is CosineAnnealingLR, but this run uses none"),
@@ -238,12 +217,12 @@ def test_resume_with_another_optimizer_scheduler_or_grouping_is_refused(tmp_path
         ({"optimizer": backwards, "scheduler": cosine}, "parameter group 0 .* difference: the order"),
     ]:
         with pytest.raises(CheckpointError, match=match):
-            trainer_for(tmp_path, **settings)
+            noisy_trainer(tmp_path, **settings)
 
 
 def test_resume_from_something_else_than_a_checkpoint_names_it(tmp_path: Path) -> None:
     runs, other = tmp_path / "runs", tmp_path / "other"
-    trainer_for(runs, max_steps=1).fit(data())
+    noisy_trainer(runs, max_steps=1).fit(DATA)
     other.mkdir()
     for path, match in [
         (runs, "is a folder of checkpoints, not a checkpoint"),
@@ -252,20 +231,20 @@ def test_resume_from_something_else_than_a_checkpoint_names_it(tmp_path: Path) -
         (runs / name_of(2), "there is no checkpoint"),
     ]:
         with pytest.raises(CheckpointError, match=match):
-            trainer_for(None, checkpoint={"resume": path})
+            noisy_trainer(None, checkpoint={"resume": path})
     manifest = runs / name_of(1) / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
     with pytest.raises(CheckpointError, match="in format 99: this version of ddpkit reads format 2"):
-        trainer_for(runs)
+        noisy_trainer(runs)
 
 
 def test_resume_after_a_flipped_bit_uses_the_previous_checkpoint(tmp_path: Path, said: list[str]) -> None:
-    trainer_for(tmp_path, max_steps=4, checkpoint={"every_steps": 2}).fit(data())
+    noisy_trainer(tmp_path, max_steps=4, checkpoint={"every_steps": 2}).fit(DATA)
     file = tmp_path / name_of(4) / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    assert trainer_for(tmp_path).step == 2
+    assert noisy_trainer(tmp_path).step == 2
     assert any("checkpoint skipped" in line and "its hash differs" in line for line in said)
 
 
@@ -277,15 +256,15 @@ def test_full_disk_is_waited_out_except_for_the_last_save(
 ) -> None:
     free = iter([1 << 30, 0, 0, 0, 0])  # a save that is refused asks twice: before it, and for the message
     monkeypatch.setattr(System, "free", lambda self, folder: next(free, 1 << 30))
-    trainer_for(tmp_path, max_steps=7, checkpoint={"every_steps": 2}).fit(data())
-    assert steps(tmp_path) == [7, 2]
+    noisy_trainer(tmp_path, max_steps=7, checkpoint={"every_steps": 2}).fit(DATA)
+    assert steps_in(tmp_path) == [7, 2]
     warnings = [line for line in lines if line.startswith("WARNING")]
     assert len(warnings) == 2
     assert all("there is no space" in line and "the next save tries again" in line for line in warnings)
     free = iter([1 << 30, 0])
     with pytest.raises(CheckpointError, match="no space for the checkpoint of step 9"):
-        trainer_for(tmp_path, max_steps=9, checkpoint={"every_steps": 8}).fit(data())
-    assert steps(tmp_path) == [8, 7]
+        noisy_trainer(tmp_path, max_steps=9, checkpoint={"every_steps": 8}).fit(DATA)
+    assert steps_in(tmp_path) == [8, 7]
 
 
 # Streams -------------------------------------------------------------------------------------------------------------
@@ -306,14 +285,14 @@ class Drawn(IterableDataset[tuple[Tensor, Tensor]]):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_stream_that_draws_random_numbers_resumes_bitwise(tmp_path: Path, workers: int) -> None:
     settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
-    whole = trainer_for(None, **settings)
+    whole = noisy_trainer(None, **settings)
     whole.fit(Drawn())
     with pytest.raises(KeyboardInterrupt):
-        trainer_for(tmp_path, Breaks(9), checkpoint={"every_steps": 4}, **settings).fit(Drawn())
-    resumed = trainer_for(tmp_path, **settings)
+        noisy_trainer(tmp_path, Breaks(9), checkpoint={"every_steps": 4}, **settings).fit(Drawn())
+    resumed = noisy_trainer(tmp_path, **settings)
     assert resumed.step == 8
     resumed.fit(Drawn())
-    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
 
 
 class Resumable(Drawn):
@@ -346,29 +325,29 @@ class Resumable(Drawn):
 def test_stream_with_a_state_resumes_from_it(tmp_path: Path, workers: int, left_after: int) -> None:
     settings: dict[str, Any] = {"epochs": 2, "data": {"num_workers": workers}}
     begins = torch.zeros((), dtype=torch.int64)
-    whole = trainer_for(None, **settings)
+    whole = noisy_trainer(None, **settings)
     whole.fit(Resumable(begins))
     assert begins == 2 * max(1, workers)
     with pytest.raises(KeyboardInterrupt):
-        trainer_for(tmp_path, Breaks(left_after + 1), checkpoint={"every_steps": left_after}, **settings).fit(
+        noisy_trainer(tmp_path, Breaks(left_after + 1), checkpoint={"every_steps": left_after}, **settings).fit(
             Resumable(begins)
         )
-    resumed = trainer_for(tmp_path, **settings)
+    resumed = noisy_trainer(tmp_path, **settings)
     assert resumed.step == left_after
     begins.zero_()
     resumed.fit(Resumable(begins))
-    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
     assert begins < 2 * max(1, workers)
 
 
 def test_fp16_scale_is_resumed(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "fp16", "max_grad_norm": 0.5, "warmup_steps": 3, "accumulation_steps": 2}
-    whole = trainer_for(None, max_steps=6, **settings)
-    whole.fit(data())
-    trainer_for(tmp_path, max_steps=3, **settings).fit(data())
-    resumed = trainer_for(tmp_path, max_steps=6, **settings)
-    resumed.fit(data())
-    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    whole = noisy_trainer(None, max_steps=6, **settings)
+    whole.fit(DATA)
+    noisy_trainer(tmp_path, max_steps=3, **settings).fit(DATA)
+    resumed = noisy_trainer(tmp_path, max_steps=6, **settings)
+    resumed.fit(DATA)
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
     assert resumed._run.precision.state() == whole._run.precision.state()
 
 
@@ -388,28 +367,28 @@ class Saves(Callback):
 def test_save_in_a_callback_has_the_whole_step(event: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 6, "eval_every_steps": 2}
     ema = EMA(0.5)
-    whole = trainer_for(None, ema, **settings)
-    whole.fit(data(), data())
-    first = trainer_for(tmp_path, EMA(0.5), Saves(event, 4), Breaks(5), **settings)
+    whole = noisy_trainer(None, ema, **settings)
+    whole.fit(DATA, DATA)
+    first = noisy_trainer(tmp_path, EMA(0.5), Saves(event, 4), Breaks(5), **settings)
     with pytest.raises(KeyboardInterrupt):
-        first.fit(data(), data())
+        first.fit(DATA, DATA)
     second_ema = EMA(0.5)
-    second = trainer_for(tmp_path, second_ema, **settings)
+    second = noisy_trainer(tmp_path, second_ema, **settings)
     assert second.step == 4
-    second.fit(data(), data())
-    assert same(whole.model.state_dict(), second.model.state_dict())
+    second.fit(DATA, DATA)
+    assert same_state(whole.model.state_dict(), second.model.state_dict())
     ema.apply_to(whole.model)
     second_ema.apply_to(second.model)
-    assert same(whole.model.state_dict(), second.model.state_dict())
+    assert same_state(whole.model.state_dict(), second.model.state_dict())
 
 
 def test_best_checkpoint_of_a_loop_over_steps_has_the_changes_of_its_body(tmp_path: Path) -> None:
-    trainer = trainer_for(
+    trainer = noisy_trainer(
         tmp_path, max_steps=4, checkpoint={"best_metric": "loss", "best_mode": "min", "every_steps": 2}
     )
-    for step in trainer.steps(data()):
+    for step in trainer.steps(DATA):
         if step.number == 2:
-            trainer.evaluate(data())
+            trainer.evaluate(DATA)
             trainer.optimizer.param_groups[0]["lr"] = 0.125
             break_here = list(checkpoints(tmp_path))
     assert break_here == []
@@ -419,32 +398,32 @@ def test_best_checkpoint_of_a_loop_over_steps_has_the_changes_of_its_body(tmp_pa
 
 def test_random_numbers_before_the_first_step_are_the_same_after_a_resume(tmp_path: Path) -> None:
     def drawn() -> tuple[Tensor, Trainer]:
-        trainer = trainer_for(tmp_path, max_steps=2)
+        trainer = noisy_trainer(tmp_path, max_steps=2)
         return torch.rand(3), trainer
 
     (fresh, trainer), _ = drawn(), None
-    trainer.fit(data())
+    trainer.fit(DATA)
     again, going_on = drawn()
     assert going_on.step == 2
     assert torch.equal(fresh, again)
 
 
 def test_weights_after_a_non_finite_gradient_are_not_saved(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=8, log_every_steps=8, checkpoint={"every_steps": 3})
+    trainer = noisy_trainer(tmp_path, max_steps=8, log_every_steps=8, checkpoint={"every_steps": 3})
     weight = next(trainer.model.parameters())
-    for step in (steps := trainer.steps(data())):
+    for step in (steps := trainer.steps(DATA)):
         if step.number == 5:
             weight.register_hook(lambda gradient: gradient * np.nan)
             break
     with pytest.raises(LossError, match=r"not finite (after step 6|.* from step 7 on)"):  # read while step 7 runs
-        list(trainer.steps(data()))
+        list(trainer.steps(DATA))
     steps.close()
     assert [found.step for found in checkpoints(tmp_path)] == [3]
 
 
 def test_save_of_non_finite_weights_raises_error_at_once(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=8)
-    for step in (steps := trainer.steps(data())):
+    trainer = noisy_trainer(tmp_path, max_steps=8)
+    for step in (steps := trainer.steps(DATA)):
         if step.number == 2:
             break
     with torch.no_grad():
@@ -458,16 +437,16 @@ def test_save_of_non_finite_weights_raises_error_at_once(tmp_path: Path) -> None
 def test_non_finite_weights_on_another_rank_end_the_run_on_this_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = trainer_for(tmp_path, max_steps=2)
-    trainer.fit(data())
+    trainer = noisy_trainer(tmp_path, max_steps=2)
+    trainer.fit(DATA)
     monkeypatch.setattr("ddp_kit.trainer.logging.gathered", lambda _, own: [own, [1] if own == [0] else own])
     with pytest.raises(LossError, match="the weights are not finite after step 2"):
         trainer._run.log_points.check_before_save(2)
 
 
 def test_save_after_the_loop_is_on_disk_when_it_returns_or_raises(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, max_steps=2, checkpoint={"save": "overlapped"})
-    trainer.fit(data())
+    trainer = noisy_trainer(tmp_path, max_steps=2, checkpoint={"save": "overlapped"})
+    trainer.fit(DATA)
     (path,) = [each.path for each in checkpoints(tmp_path)]
     shutil.rmtree(path)
     trainer.save()
@@ -479,27 +458,27 @@ def test_save_after_the_loop_is_on_disk_when_it_returns_or_raises(tmp_path: Path
 
 
 def test_checkpoint_that_was_being_replaced_when_the_machine_died_is_resumed(tmp_path: Path) -> None:
-    trainer_for(tmp_path, max_steps=4).fit(data())
+    noisy_trainer(tmp_path, max_steps=4).fit(DATA)
     (last,) = checkpoints(tmp_path)[:1]
     last.path.rename(tmp_path / f".replaced-{name_of(4)}-77ab01c2")
-    resumed = trainer_for(tmp_path, max_steps=6)
+    resumed = noisy_trainer(tmp_path, max_steps=6)
     assert resumed.step == 4
-    resumed.fit(data())
+    resumed.fit(DATA)
     assert checkpoints(tmp_path)[0].step == 6
 
 
 def test_checkpoints_that_cannot_be_loaded_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer_for(tmp_path, max_steps=2).fit(data())
+    noisy_trainer(tmp_path, max_steps=2).fit(DATA)
     no_memory = Mock(side_effect=CheckpointError("the state cannot be read (OutOfMemoryError)", ""))
     monkeypatch.setattr("ddp_kit.checkpoint.manager.load", no_memory)
     with pytest.raises(CheckpointError, match=r"none of the complete checkpoints .* \(steps 2\)"):
-        trainer_for(tmp_path)
-    assert trainer_for(tmp_path, checkpoint={"resume": None}).step == 0
+        noisy_trainer(tmp_path)
+    assert noisy_trainer(tmp_path, checkpoint={"resume": None}).step == 0
 
 
 @pytest.mark.parametrize("damaged", [{}, [["EMA"]], [[True, {}]], ["EMA"]])
 def test_damaged_states_of_callbacks_are_refused_before_loading(damaged: Any, tmp_path: Path) -> None:
-    part = CallbacksPart(trainer_for(tmp_path).world, [], pieces=False)
+    part = CallbacksPart(noisy_trainer(tmp_path).world, [], pieces=False)
     with pytest.raises(ValueError, match=r"not a list of pairs \(name, state\)"):
         part.check(damaged)
 
@@ -517,8 +496,8 @@ def test_weight_in_a_callback_state_is_saved_as_that_of_the_model(tmp_path: Path
         def state_dict(self) -> dict[str, Any]:
             return {"weight": next(trainer.model.parameters())}
 
-    trainer = trainer_for(tmp_path, Keeps(), max_steps=2)
-    trainer.fit(data())
+    trainer = noisy_trainer(tmp_path, Keeps(), max_steps=2)
+    trainer.fit(DATA)
     (found,) = checkpoints(tmp_path)
     name, weight = next(iter(trainer.model.named_parameters()))
     assert torch.equal(load_file(found.path / "model.safetensors")[name], weight)
@@ -545,19 +524,19 @@ def test_optimizer_state_is_laid_out_like_its_weights(tmp_path: Path) -> None:
 
     whole = run(8, None)
     run(4, tmp_path)
-    assert same(whole.model.state_dict(), run(8, tmp_path).model.state_dict())
+    assert same_state(whole.model.state_dict(), run(8, tmp_path).model.state_dict())
 
 
 def test_final_checkpoint_includes_the_final_evaluation(tmp_path: Path) -> None:
     first = EarlyStopping("loss")
-    trainer_for(tmp_path / "run", first, max_steps=5, eval_every_steps=4).fit(data(), data())
+    noisy_trainer(tmp_path / "run", first, max_steps=5, eval_every_steps=4).fit(DATA, DATA)
     second = EarlyStopping("loss")
-    trainer_for(tmp_path / "run", second, max_steps=5, eval_every_steps=4)
+    noisy_trainer(tmp_path / "run", second, max_steps=5, eval_every_steps=4)
     assert second.state_dict() == first.state_dict()
 
 
 def test_leftovers_of_a_run_killed_at_its_start_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".mark-of-a-killed-run").touch()
-    trainer_for(tmp_path, max_steps=2).fit(data())
+    noisy_trainer(tmp_path, max_steps=2).fit(DATA)
     left = [NAME, LOCK, "record", name_of(2), "trainer-config.yaml"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from ddp_kit import Callback, CheckpointError, Trainer, TrainerConfig
 from ddp_kit.data import sampler
@@ -28,6 +27,7 @@ from ddp_kit.report.findings import state
 from ddp_kit.report.run_history import read_runs
 from ddp_kit.trainer import run_record
 from ddp_kit.trainer.run_record import described_optimizer
+from tests.support.toys import SampleStream
 
 
 def _trained(folder: Path, steps: int) -> Trainer:
@@ -122,7 +122,7 @@ FOLDERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Rows(Callback):
+class KeptRows(Callback):
     """Keeps the rows of a run, and may call a function at the third step."""
 
     def __init__(self, at_step_3: Callable[[], Any] = lambda: None) -> None:
@@ -137,7 +137,7 @@ class Rows(Callback):
         self.logged.append((row.learning_rate, row.step))
 
 
-def _trainer(rate: float, checkpoint: dict[str, Any], rows: Rows, steps: int) -> Trainer:
+def _trainer(rate: float, checkpoint: dict[str, Any], rows: KeptRows, steps: int) -> Trainer:
     model = nn.Linear(2, 1)
     config = TrainerConfig(max_steps=steps, global_batch_size=4, log_every_steps=1, checkpoint=checkpoint)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -145,22 +145,22 @@ def _trainer(rate: float, checkpoint: dict[str, Any], rows: Rows, steps: int) ->
 
 
 def _in_turn(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
-    make_first(Rows()).fit(torch.ones(80, 2))
-    make_second(Rows()).fit(torch.ones(80, 2))
+    make_first(KeptRows()).fit(torch.ones(80, 2))
+    make_second(KeptRows()).fit(torch.ones(80, 2))
 
 
 def _second_made_first(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
-    second = make_second(Rows())
-    make_first(Rows()).fit(torch.ones(80, 2))
+    second = make_second(KeptRows())
+    make_first(KeptRows()).fit(torch.ones(80, 2))
     second.fit(torch.ones(80, 2))
 
 
 def _nested(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
-    make_first(Rows(lambda: make_second(Rows()).fit(torch.ones(80, 2)))).fit(torch.ones(80, 2))
+    make_first(KeptRows(lambda: make_second(KeptRows()).fit(torch.ones(80, 2)))).fit(torch.ones(80, 2))
 
 
 def _alternating(make_first: Callable[..., Trainer], make_second: Callable[..., Trainer]) -> None:
-    first, second = make_first(Rows()), make_second(Rows())
+    first, second = make_first(KeptRows()), make_second(KeptRows())
     for _ in zip(first.steps(torch.ones(80, 2)), second.steps(torch.ones(80, 2)), strict=False):
         pass
 
@@ -181,9 +181,9 @@ def test_run_record_is_not_changed_by_another_trainer_of_the_process(
     monkeypatch.setattr(run_record, "_numbers", count(1))
     keeper = RecordKeeper(tmp_path / "attempt_0", tmp_path / "record", 0)
     keeper.start()
-    runs: list[Rows] = []
+    runs: list[KeptRows] = []
 
-    def make(rate: float, checkpoint: dict[str, Any], steps: int, rows: Rows) -> Trainer:
+    def make(rate: float, checkpoint: dict[str, Any], steps: int, rows: KeptRows) -> Trainer:
         runs.append(rows)
         return _trainer(rate, checkpoint, rows, steps)
 
@@ -294,13 +294,8 @@ def test_run_record_describes_the_optimizer_that_the_script_has_created(tmp_path
     assert json.dumps(described)
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.ones(80, 2))
-
-
 def test_run_record_of_a_stream_has_no_checksums_of_samples(tmp_path: Path) -> None:
-    _recorded(tmp_path, Stream())
+    _recorded(tmp_path, SampleStream(torch.ones(80, 2)))
     assert [("weights_checksum" in row, "samples_checksums" in row) for row in _rows(tmp_path)] == [(True, False)] * 2
 
 

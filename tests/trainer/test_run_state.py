@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, Callback, DataError, Trainer, TrainerConfig
+from ddp_kit import EMA, Callback, DataError, Trainer
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.reader import load
+from tests.support.toys import input_data, linear_layer, mean_square, sgd, trainer_for
 
 AT = 3
 CALLS = ("evaluate", "save", "stop")
 PLACES = ("on_step", "on_log", "on_evaluate_start", "on_evaluate", "on_evaluate_end", "in the loss of an evaluation")
 
 
-def data() -> TensorDataset:
-    return TensorDataset(torch.randn(48, 3, generator=torch.Generator().manual_seed(0)))
+DATA = input_data(48)
 
 
 class Calls(Callback):
@@ -37,7 +36,7 @@ class Calls(Callback):
         if name == self.place and trainer.step == AT and self.calls:
             calls, self.calls = self.calls, ()
             for call in calls:
-                {"evaluate": lambda: trainer.evaluate(data()), "save": trainer.save, "stop": trainer.stop}[call]()
+                {"evaluate": lambda: trainer.evaluate(DATA), "save": trainer.save, "stop": trainer.stop}[call]()
 
     def on_step(self, trainer: Any) -> None:
         self.event(trainer, "on_step")
@@ -55,26 +54,27 @@ class Calls(Callback):
         self.event(trainer, "on_evaluate_end")
 
 
-def trained(folder: Path, place: str, calls: tuple[str, ...]) -> tuple[Trainer, Calls]:
-    torch.manual_seed(1)
+def run_with_calls(folder: Path, place: str, calls: tuple[str, ...]) -> tuple[Trainer, Calls]:
     callback = Calls(place, calls)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         if not torch.is_grad_enabled():
             callback.event(trainer, PLACES[-1])
-        return model(batch[0]).square().mean()
+        return mean_square(model, batch)
 
-    config = TrainerConfig(
-        global_batch_size=8,
+    trainer = trainer_for(
+        folder,
+        EMA(0.5),
+        callback,
+        model=linear_layer,
+        loss_fn=loss,
+        optimizer=sgd(0.05),
         max_steps=6,
         log_every_steps=1,
         eval_every_steps=AT,
-        checkpoint={"dir": folder, "keep_last": 99, "save": "blocking"},
+        keep_last=99,
     )
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = Trainer(model, optimizer, loss, config, callbacks=[EMA(0.5), callback])
-    trainer.fit(data(), data())
+    trainer.fit(DATA, DATA)
     return trainer, callback
 
 
@@ -83,7 +83,7 @@ def test_nested_calls_of_evaluate_save_and_stop_work_in_any_order(place: str, tm
     expected: list[Tensor] = []
     for number, calls in enumerate(permutations(CALLS)):
         folder = tmp_path / str(number)
-        trainer, callback = trained(folder, place, calls)
+        trainer, callback = run_with_calls(folder, place, calls)
         assert trainer.step == AT, (calls, "stop() ends the run after the step")
         (found,) = checkpoints(folder)
         state = load(found.path)
@@ -97,7 +97,7 @@ def test_nested_calls_of_evaluate_save_and_stop_work_in_any_order(place: str, tm
 
 @pytest.mark.parametrize("call", CALLS)
 def test_evaluate_save_or_stop_alone_works_in_a_callback(call: str, tmp_path: Path) -> None:
-    trainer, _ = trained(tmp_path, "on_step", (call,))
+    trainer, _ = run_with_calls(tmp_path, "on_step", (call,))
     steps = [found.step for found in reversed(checkpoints(tmp_path))]
     assert (trainer.step, steps) == {"evaluate": (6, [6]), "save": (6, [AT, 6]), "stop": (AT, [AT])}[call]
 
@@ -106,17 +106,9 @@ def test_loop_started_within_another_replaces_it(tmp_path: Path) -> None:
     class Nested(Callback):
         def on_step(self, trainer: Any) -> None:
             if trainer.step == 2:
-                trainer.fit(data())
+                trainer.fit(DATA)
 
-    model = nn.Linear(3, 1)
-    config = TrainerConfig(global_batch_size=8, max_steps=4, checkpoint={"dir": tmp_path, "save": "blocking"})
-    trainer = Trainer(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.05),
-        lambda model, batch: model(batch[0]).square().mean(),
-        config,
-        callbacks=[Nested()],
-    )
+    trainer = trainer_for(tmp_path, Nested(), model=linear_layer, loss_fn=mean_square, max_steps=4)
     with pytest.raises(DataError, match="another loop over steps.. was started"):
-        trainer.fit(data())
+        trainer.fit(DATA)
     assert trainer.step == 4

@@ -17,18 +17,15 @@ from ddp_kit.data.comparison import RANKS, SampleComparison, check_same_samples
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.world import World
 from ddp_kit.structures import digest_of_value
+from tests.support.toys import world_of_cpus
 
 Pair = namedtuple("Pair", "x y")
 
 
 @dataclass
-class Sample:
+class TextSample:
     x: Any
     text: str
-
-
-def world() -> World:
-    return World(0, 1, 0, 1, 0, torch.device("cpu"))
 
 
 class Fetched(Dataset[torch.Tensor]):
@@ -56,7 +53,7 @@ class Fetched(Dataset[torch.Tensor]):
         ("a", "b"),
         ({"x": torch.zeros(1)}, {"y": torch.zeros(1)}),
         (Pair(1, torch.zeros(2)), Pair(1, torch.ones(2))),
-        (Sample([torch.zeros(2)], "a"), Sample([torch.zeros(2)], "b")),
+        (TextSample([torch.zeros(2)], "a"), TextSample([torch.zeros(2)], "b")),
     ],
 )
 def test_digests_of_different_samples_differ(one: object, other: object) -> None:
@@ -69,7 +66,7 @@ def test_digest_of_a_sample_without_a_value_is_none() -> None:
 
 
 def test_sample_comparison_fetches_few_samples_once_and_draws_nothing() -> None:
-    data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=4), 0)
+    data, comparison = Fetched(), SampleComparison(world_of_cpus(), DataConfig(compare_items=4), 0)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     for _ in range(2):
         comparison.compare({"train_data": data})
@@ -81,17 +78,17 @@ def test_sample_comparison_fetches_few_samples_once_and_draws_nothing() -> None:
 
 def test_sample_comparison_reads_more_from_memory_and_nothing_if_disabled() -> None:
     rows = Subset(TensorDataset(torch.arange(40)), range(40))
-    data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=0), 0)
+    data, comparison = Fetched(), SampleComparison(world_of_cpus(), DataConfig(compare_items=0), 0)
     comparison.compare({"train_data": data})
     assert (data.asked, comparison._keys(rows)) == ([], [])
-    assert len(SampleComparison(world(), DataConfig(), 0)._keys(rows)) == 16
+    assert len(SampleComparison(world_of_cpus(), DataConfig(), 0)._keys(rows)) == 16
 
 
 def test_sample_comparison_uses_a_worker_process_if_training_does() -> None:
-    data, comparison = Fetched(), SampleComparison(world(), DataConfig(compare_items=4, num_workers=2), 0)
+    data, comparison = Fetched(), SampleComparison(world_of_cpus(), DataConfig(compare_items=4, num_workers=2), 0)
     comparison.compare({"train_data": data})
     assert data.asked == []
-    alone = SampleComparison(world(), DataConfig(compare_items=4), 0)
+    alone = SampleComparison(world_of_cpus(), DataConfig(compare_items=4), 0)
     assert comparison._digests(data, [0, 99], None) == alone._digests(data, [0, 99], None)
 
 
@@ -105,7 +102,7 @@ def test_sample_comparison_reports_different_ranks_except_for_random_samples(
         return [numbers, numbers] if flag else [numbers, [number + 1 for number in numbers]]
 
     monkeypatch.setattr(comparing, "gathered", gathered)
-    comparison = SampleComparison(world(), DataConfig(), 0)
+    comparison = SampleComparison(world_of_cpus(), DataConfig(), 0)
     with pytest.raises(DataError, match="do not agree on sample 0 of train_data"):
         comparison.compare({"train_data": Fetched()})
 
@@ -121,7 +118,7 @@ def test_sample_comparison_reports_different_ranks_except_for_random_samples(
 def test_sample_comparison_of_a_slow_dataset_fetches_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "_MAX_SECONDS", 0.0)
     data = Fetched()
-    SampleComparison(world(), DataConfig(), 0).compare({"train_data": data})
+    SampleComparison(world_of_cpus(), DataConfig(), 0).compare({"train_data": data})
     assert data.asked == [0]
 
 

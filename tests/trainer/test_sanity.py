@@ -22,7 +22,7 @@ from ddp_kit import (
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 
 
-class Counting(Dataset[tuple[Tensor]]):
+class CountedSamples(Dataset[tuple[Tensor]]):
     def __init__(self) -> None:
         self.read = 0
 
@@ -34,7 +34,7 @@ class Counting(Dataset[tuple[Tensor]]):
         return (X[index] + torch.rand(3),)
 
 
-def trained(metric: Any = None, callbacks: Any = (), **settings: Any) -> tuple[Trainer, Counting]:
+def evaluated_run(metric: Any = None, callbacks: Any = (), **settings: Any) -> tuple[Trainer, CountedSamples]:
     """A run of two steps with evaluation data of 40 samples in batches of 4."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 1))
@@ -46,7 +46,7 @@ def trained(metric: Any = None, callbacks: Any = (), **settings: Any) -> tuple[T
         metrics={} if metric is None else {"error": metric},
         callbacks=callbacks,
     )
-    data = Counting()
+    data = CountedSamples()
     trainer.fit(TensorDataset(X), data)
     return trainer, data
 
@@ -59,17 +59,17 @@ def test_sanity_check_shows_a_mistake_in_a_metric_before_the_first_step() -> Non
             steps.append(trainer.step)
 
     with pytest.raises(LossError) as caught:
-        trained(lambda output, batch: output, [Counts()])
+        evaluated_run(lambda output, batch: output, [Counts()])
     assert "metric 'error' returned a tensor of shape (4, 1)" in str(caught.value)
     assert 'sanity_check="off" skips the check' in caught.value.__notes__[0]
     assert not steps
     with pytest.raises(DdpKitError):
-        trained(lambda output, batch: output, [Counts()], sanity_check="off")
+        evaluated_run(lambda output, batch: output, [Counts()], sanity_check="off")
     assert steps == [1, 2]
 
 
 def test_sanity_check_reads_one_batch_and_does_not_change_the_run() -> None:
-    (with_check, data), (without, other) = trained(), trained(sanity_check="off")
+    (with_check, data), (without, other) = evaluated_run(), evaluated_run(sanity_check="off")
     assert (data.read, other.read) == (44, 40)
     for one, two in zip(with_check.model.parameters(), without.model.parameters(), strict=True):
         assert torch.equal(one, two)
@@ -84,7 +84,7 @@ def test_sanity_check_reads_one_batch_and_does_not_change_the_run() -> None:
 )
 def test_sanity_check_of_an_unknown_metric_names_it_before_the_first_step(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        trained(lambda output, batch: output.mean(), **settings)
+        evaluated_run(lambda output, batch: output.mean(), **settings)
     assert words in str(caught.value)
     assert "did you mean 'error'?" in str(caught.value)
 

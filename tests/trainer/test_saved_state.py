@@ -1,6 +1,7 @@
 """A checkpoint is exactly the state after its step, however a model, a callback or an optimizer writes to weights."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,27 +10,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, Trainer, TrainerConfig
 from ddp_kit.checkpoint.format import checkpoints, name_of
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.state import RandomPart
 from ddp_kit.distributed.world import World, encoded, random_states, random_states_kept
+from tests.support.toys import adam, regression_data, state_of, trainer_for
 
 STEPS = 6
 WIDE = 256  # large enough to be worth copying concurrently
 
 
-def data() -> TensorDataset:
-    x = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(dim=1, keepdim=True))
+DATA = regression_data()
 
 
-class Model(nn.Module):
+class WideNetwork(nn.Module):
     """`meddle` is called in each forward pass."""
 
-    def __init__(self, meddle: Callable[["Model"], None] = lambda model: None) -> None:
+    def __init__(self, meddle: Callable[["WideNetwork"], None] = lambda model: None) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(3, WIDE), nn.BatchNorm1d(WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 1))
@@ -43,29 +42,20 @@ class Model(nn.Module):
         return found
 
 
-def trainer_for(folder: Path, model: Model, *, callbacks: Any = (), loss_fn: Any = None, **settings: Any) -> Trainer:
-    """One that saves after each step."""
-    checkpoint = {"dir": folder, "every_steps": 1, "keep_last": 99}
-    config = TrainerConfig(global_batch_size=8, max_steps=STEPS, checkpoint=checkpoint, **settings)
-    return Trainer(
-        model,
-        lambda parameters: torch.optim.Adam(parameters, lr=0.1),
-        loss_fn or (lambda model, batch: F.mse_loss(model(batch[0]), batch[1])),
-        config,
-        callbacks=callbacks,
-    )
+every_step_trainer = partial(
+    trainer_for, optimizer=adam(0.1), max_steps=STEPS, every_steps=1, keep_last=99, save="background"
+)
 
 
-def trained(trainer: Trainer) -> list[Any]:
+def state_of_each_step(trainer: Trainer) -> list[Any]:
     """What is to be in the checkpoint of each step."""
     expected: list[Any] = []
-    for _ in trainer.steps(data()):
-        weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    for _ in trainer.steps(DATA):
         moments = [
             {name: tensor.clone() for name, tensor in kept.items()}
             for kept in trainer.optimizer.state_dict()["state"].values()
         ]
-        expected.append((weights, moments))
+        expected.append((state_of(trainer.model), moments))
     return expected
 
 
@@ -81,36 +71,36 @@ def check_saved(folder: Path, expected: list[Any]) -> None:
 
 
 @torch.no_grad()
-def shrink_in_place(model: Model) -> None:
+def shrink_in_place(model: WideNetwork) -> None:
     model.net[2].weight.mul_(0.99)
 
 
-def put_other_data(model: Model) -> None:
+def put_other_data(model: WideNetwork) -> None:
     model.net[2].weight.data = model.net[2].weight.detach() * 0.99
 
 
-def limit_norm(model: Model) -> None:
+def limit_norm(model: WideNetwork) -> None:
     model.words.max_norm = 0.5
 
 
-def shrink_by_name(model: Model) -> None:
+def shrink_by_name(model: WideNetwork) -> None:
     getattr(model.net[2].weight, "data").mul_(0.99)  # noqa: B009  # hidden from a search of the source
 
 
-def reinit_dead_codes(model: Model) -> None:
+def reinit_dead_codes(model: WideNetwork) -> None:
     model.net[2].weight.data[0] = model.net[2].weight.data[1] * 0.5
 
 
-def shrink_through_numpy(model: Model) -> None:
+def shrink_through_numpy(model: WideNetwork) -> None:
     model.net[2].weight.detach().numpy()[...] *= 0.99
 
 
-def shrink_through_dlpack(model: Model) -> None:
+def shrink_through_dlpack(model: WideNetwork) -> None:
     torch.from_dlpack(model.net[2].weight.detach()).mul_(0.99)
 
 
-def from_the_fourth_step_on(meddle: Callable[[Model], None]) -> Callable[[Model], None]:
-    def later(model: Model) -> None:
+def from_the_fourth_step_on(meddle: Callable[[WideNetwork], None]) -> Callable[[WideNetwork], None]:
+    def later(model: WideNetwork) -> None:
         if model.passes > 3:
             meddle(model)
 
@@ -132,14 +122,14 @@ def from_the_fourth_step_on(meddle: Callable[[Model], None]) -> Callable[[Model]
     ],
 )
 def test_checkpoint_is_exact_if_the_model_writes_to_its_weights(
-    meddle: Callable[[Model], None], tmp_path: Path
+    meddle: Callable[[WideNetwork], None], tmp_path: Path
 ) -> None:
-    expected = trained(trainer_for(tmp_path, Model(meddle)))
+    expected = state_of_each_step(every_step_trainer(tmp_path, model=WideNetwork(meddle)))
     check_saved(tmp_path, expected)
 
 
 def test_checkpoint_is_exact_if_the_loss_function_steps_an_optimizer(tmp_path: Path) -> None:
-    model = Model()
+    model = WideNetwork()
     own = torch.optim.SGD([model.net[2].weight], lr=0.01, fused=True)
 
     def loss_fn(placed: nn.Module, batch: Any) -> Tensor:
@@ -148,19 +138,19 @@ def test_checkpoint_is_exact_if_the_loss_function_steps_an_optimizer(tmp_path: P
         model.net[2].weight.grad = None
         return F.mse_loss(placed(batch[0]), batch[1])
 
-    expected = trained(trainer_for(tmp_path, model, loss_fn=loss_fn))
+    expected = state_of_each_step(every_step_trainer(tmp_path, model=model, loss_fn=loss_fn))
     check_saved(tmp_path, expected)
 
 
 def test_checkpoint_is_exact_if_a_backward_hook_changes_weights(tmp_path: Path) -> None:
-    model = Model()
+    model = WideNetwork()
 
     @torch.no_grad()
     def step_at_once(parameter: nn.Parameter) -> None:
         parameter -= 1e-4 * parameter.grad
 
     model.net[3].weight.register_post_accumulate_grad_hook(step_at_once)
-    expected = trained(trainer_for(tmp_path, model))
+    expected = state_of_each_step(every_step_trainer(tmp_path, model=model))
     check_saved(tmp_path, expected)
 
 
@@ -170,7 +160,7 @@ def test_checkpoint_is_exact_if_a_callback_changes_weights_after_a_step(tmp_path
         def on_step(self, trainer: Any) -> None:
             trainer.model.net[2].weight.mul_(0.5)
 
-    expected = trained(trainer_for(tmp_path, Model(), callbacks=[Halves()]))
+    expected = state_of_each_step(every_step_trainer(tmp_path, Halves(), model=WideNetwork()))
     check_saved(tmp_path, expected)
 
 
@@ -180,8 +170,8 @@ def test_checkpoint_is_exact_if_a_callback_changes_weights_as_a_run_is_stopped(t
         def on_log(self, trainer: Any, row: Any) -> None:
             trainer.model.net[2].weight.mul_(0.5)
 
-    trainer = trainer_for(tmp_path, Model(), callbacks=[Halves()])
-    for step in trainer.steps(data()):
+    trainer = every_step_trainer(tmp_path, Halves(), model=WideNetwork())
+    for step in trainer.steps(DATA):
         if step.number == 4:
             weight = trainer.model.net[2].weight.clone()
             trainer.stop()
@@ -192,28 +182,28 @@ def test_checkpoint_is_exact_if_a_callback_changes_weights_as_a_run_is_stopped(t
     "settings", [{"precision": "fp16"}, {"non_finite_gradients": "skip"}], ids=["scaled", "left out"]
 )
 def test_checkpoint_is_exact_after_a_skipped_step(settings: dict[str, Any], tmp_path: Path) -> None:
-    def spoil(model: Model) -> None:
+    def spoil(model: WideNetwork) -> None:
         if model.passes == 4:
             model.net[2].weight.register_hook(lambda gradient: gradient * torch.inf)
         elif model.passes == 5:
             assert model.net[2].weight._backward_hooks is not None
             model.net[2].weight._backward_hooks.clear()
 
-    trainer = trainer_for(tmp_path, Model(spoil), **settings)
-    expected = trained(trainer)
+    trainer = every_step_trainer(tmp_path, model=WideNetwork(spoil), **settings)
+    expected = state_of_each_step(trainer)
     assert trainer._run.optimizer_step.skipped_steps >= 1
     check_saved(tmp_path, expected)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_checkpoint_is_kept_after_an_exception_in_the_next_step(error: type[BaseException], tmp_path: Path) -> None:
-    def fail(model: Model) -> None:
+    def fail(model: WideNetwork) -> None:
         if model.passes > 3:
             raise error
 
-    trainer = trainer_for(tmp_path, Model(fail))
+    trainer = every_step_trainer(tmp_path, model=WideNetwork(fail))
     with pytest.raises(error):
-        trained(trainer)
+        state_of_each_step(trainer)
     saver = trainer._run.checkpoints._saver
     assert saver is not None
     saver.wait()
@@ -242,12 +232,12 @@ def test_checkpoint_restores_an_optimizer_with_an_unusual_state(tmp_path: Path) 
             global_batch_size=8, max_steps=steps, checkpoint={"dir": tmp_path, "every_steps": 1, "keep_last": 99}
         )
         trainer = Trainer(
-            Model(),
+            WideNetwork(),
             lambda parameters: Plain(parameters),
             lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
             config,
         )
-        trainer.fit(data())
+        trainer.fit(DATA)
         return dict(trainer.model.state_dict())
 
     run(3)
@@ -284,7 +274,7 @@ def test_checkpoint_restores_a_state_carried_from_batch_to_batch(tmp_path: Path)
         trainer = Trainer(
             model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn, config, callbacks=[hidden]
         )
-        trainer.fit(data(), data())
+        trainer.fit(DATA, DATA)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     whole = weights_after(6, "whole")

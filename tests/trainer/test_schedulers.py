@@ -11,27 +11,16 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     StepLR,
 )
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader
 
-from ddp_kit import Callback, CheckpointError, ConfigError, Trainer, TrainerConfig, Update, scheduler_steps
+from ddp_kit import CheckpointError, ConfigError, Trainer, TrainerConfig, Update, scheduler_steps
+from tests.support.toys import LearningRates, SampleStream, input_data, linear_layer, mean_square, sgd
 
-DATA = TensorDataset(torch.randn(30, 2, generator=torch.Generator().manual_seed(0)))
-
-
-class Numbers(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(DATA)
+DATA = input_data(30, 2)
 
 
-def loss_fn(model: nn.Module, batch: Any) -> Any:
-    return model(batch[0]).square().mean()
-
-
-def trainer_for(config: TrainerConfig, scheduler: Any, loss_fn: Any = loss_fn, **others: Any) -> Trainer:
-    torch.manual_seed(0)
-    return Trainer(
-        nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=1.0), loss_fn, config, scheduler=scheduler, **others
-    )
+def scheduled_trainer(config: TrainerConfig, scheduler: Any, loss_fn: Any = mean_square, **others: Any) -> Trainer:
+    return Trainer(linear_layer(2), sgd(1.0), loss_fn, config, scheduler=scheduler, **others)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +40,7 @@ def trainer_for(config: TrainerConfig, scheduler: Any, loss_fn: Any = loss_fn, *
 def test_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], data: Any, steps: int) -> None:
     config = TrainerConfig(**settings)
     assert scheduler_steps(config, data) == steps
-    trainer = trainer_for(config, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=steps))
+    trainer = scheduled_trainer(config, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=steps))
     warmup = config.warmup_steps
     assert trainer.total_steps == config.max_steps
     assert trainer.fit(DATA if data is None else data).steps == trainer.total_steps == steps + warmup
@@ -60,52 +49,40 @@ def test_schedule_as_long_as_the_run_ends_with_it(settings: dict[str, Any], data
 
 
 def test_log_row_has_the_learning_rate_of_its_last_step() -> None:
-    trainer = trainer_for(
+    trainer = scheduled_trainer(
         TrainerConfig(global_batch_size=10, log_every_steps=2, max_steps=5), lambda optimizer: StepLR(optimizer, 1, 0.5)
     )
     assert [row.learning_rate for row in trainer.fit(DATA).history] == [0.5, 0.125, 0.0625]
 
 
 def test_scheduler_steps_of_an_unknown_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match="epoch of a Numbers is not known"):
-        scheduler_steps(TrainerConfig(), Numbers())
+    with pytest.raises(ConfigError, match="epoch of a SampleStream is not known"):
+        scheduler_steps(TrainerConfig(), SampleStream(DATA))
     with pytest.raises(ConfigError, match="3 optimizer steps belong to the warm-up: warmup_steps=3"):
         scheduler_steps(TrainerConfig(max_steps=3, warmup_steps=3), DATA)
     config = TrainerConfig(max_steps=3, warmup_steps=1, global_batch_size=8)
-    trainer = trainer_for(config, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=1))
+    trainer = scheduled_trainer(config, lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=1))
     said = r"scheduler_steps\(config, train_data\), which is 2 for this run \(not counting warmup_steps=1\)"
     with pytest.raises(ConfigError, match=said):
         trainer.fit(DATA)
-
-
-class Rates(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step(self, trainer: Trainer) -> None:
-        self.seen.append(trainer.optimizer.param_groups[0]["lr"])
 
 
 def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
     return ReduceLROnPlateau(optimizer, mode="max", patience=1, factor=0.5)
 
 
-def run(folder: Path, steps: int, warmup: int = 0) -> list[float]:
-    rates = Rates()
+def rates_at_a_plateau(folder: Path, steps: int, warmup: int = 0) -> list[float]:
+    rates = LearningRates()
     config = TrainerConfig(
-        max_steps=steps,
-        global_batch_size=8,
-        eval_every_steps=1,
-        warmup_steps=warmup,
-        checkpoint={"dir": folder},
+        max_steps=steps, global_batch_size=8, eval_every_steps=1, warmup_steps=warmup, checkpoint={"dir": folder}
     )
     constant = {"constant": lambda output, batch: torch.ones(())}
-    trainer_for(config, plateau, plateau_metric="constant", metrics=constant, callbacks=[rates]).fit(DATA, DATA)
+    scheduled_trainer(config, plateau, plateau_metric="constant", metrics=constant, callbacks=[rates]).fit(DATA, DATA)
     return rates.seen
 
 
 def test_plateau_lowers_the_rate_by_a_metric_also_after_a_resume(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", 8)
+    whole = rates_at_a_plateau(tmp_path / "whole", 8)
     assert whole == [
         1,
         1,
@@ -116,17 +93,17 @@ def test_plateau_lowers_the_rate_by_a_metric_also_after_a_resume(tmp_path: Path)
         0.25,
         0.125,
     ]  # the first value is the best, and two later ones are a plateau
-    assert run(tmp_path / "split", 4) + run(tmp_path / "split", 8) == whole
+    assert rates_at_a_plateau(tmp_path / "split", 4) + rates_at_a_plateau(tmp_path / "split", 8) == whole
 
 
 def test_plateau_counts_from_the_end_of_the_warm_up(tmp_path: Path) -> None:
-    assert run(tmp_path, 8, warmup=3) == [0.5, 0.75, 1, 1, 1, 0.5, 0.5, 0.25]
+    assert rates_at_a_plateau(tmp_path, 8, warmup=3) == [0.5, 0.75, 1, 1, 1, 0.5, 0.5, 0.25]
 
 
 def test_plateau_follows_the_loss_despite_another_best_metric(tmp_path: Path) -> None:
     checkpoint = {"dir": tmp_path, "best_metric": "constant", "best_mode": "max"}
-    rates = Rates()
-    trainer_for(
+    rates = LearningRates()
+    scheduled_trainer(
         TrainerConfig(max_steps=4, global_batch_size=8, eval_every_steps=1, checkpoint=checkpoint),
         lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=0.0),
         metrics={"constant": lambda output, batch: torch.ones(())},
@@ -141,12 +118,12 @@ def test_plateau_with_mode_max_is_refused_without_a_metric() -> None:
         r"has mode='max', but without plateau_metric it follows the loss.*\n.*plateau_metric=\"accuracy\".*mode='min'"
     )
     with pytest.raises(ConfigError, match=said):
-        trainer_for(TrainerConfig(), plateau)
+        scheduled_trainer(TrainerConfig(), plateau)
 
 
 def test_plateau_metric_without_a_plateau_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"plateau_metric is 'loss', but there is no ReduceLROnPlateau"):
-        trainer_for(TrainerConfig(), halving, plateau_metric="loss")
+        scheduled_trainer(TrainerConfig(), halving, plateau_metric="loss")
 
 
 @pytest.mark.parametrize(("mode", "other"), [("min", "max"), ("max", "min")])
@@ -156,7 +133,7 @@ def test_plateau_in_the_other_direction_than_the_best_checkpoint_is_refused(
     config = TrainerConfig(checkpoint={"dir": tmp_path, "best_metric": "score", "best_mode": other})
     said = rf"follows 'score' with mode='{mode}', but .* checkpoint.best_mode is '{other}'\n.*mode='{other}'"
     with pytest.raises(ConfigError, match=said):
-        trainer_for(
+        scheduled_trainer(
             config,
             lambda optimizer: ReduceLROnPlateau(optimizer, mode),  # type: ignore[arg-type]
             plateau_metric="score",
@@ -170,7 +147,7 @@ def test_plateau_resumed_with_another_metric_or_setting_says_so(tmp_path: Path, 
             max_steps=steps, global_batch_size=8, eval_every_steps=1, checkpoint={"dir": tmp_path, "save": "blocking"}
         )
         follows: list[ReduceLROnPlateau] = []
-        trainer = trainer_for(
+        trainer = scheduled_trainer(
             config,
             lambda optimizer: follows.append(ReduceLROnPlateau(optimizer, **options)) or follows[0],  # type: ignore[func-returns-value]
             plateau_metric=metric,
@@ -196,14 +173,14 @@ def halving(optimizer: torch.optim.Optimizer) -> StepLR:
 
 def epochs_of(samples: Any, folder: Path | None = None, **settings: Any) -> tuple[list[float], torch.Tensor]:
     """The rate after each step of a run whose scheduler counts epochs, and the weights at its end."""
-    rates = Rates()
+    rates = LearningRates()
     settings = {"global_batch_size": 8, "checkpoint": {"dir": folder}} | settings
-    trainer = trainer_for(TrainerConfig(**settings), halving, scheduler_every="epoch", callbacks=[rates])
+    trainer = scheduled_trainer(TrainerConfig(**settings), halving, scheduler_every="epoch", callbacks=[rates])
     trainer.fit(samples)
     return rates.seen, trainer.model.weight.detach().clone()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("data", [DATA, Numbers()], ids=["with a length", "stream"])
+@pytest.mark.parametrize("data", [DATA, SampleStream(DATA)], ids=["with a length", "stream"])
 def test_scheduler_every_epoch_trains_like_the_loop_by_hand(data: Any) -> None:
     rates, weight = epochs_of(data, epochs=3, data={"shuffle": False})
     assert rates == [1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.125]  # 4 steps per epoch
@@ -214,7 +191,7 @@ def test_scheduler_every_epoch_trains_like_the_loop_by_hand(data: Any) -> None:
     for _ in range(3):
         for batch in DataLoader(DATA, batch_size=8):
             optimizer.zero_grad()
-            loss_fn(model, batch).backward()
+            mean_square(model, batch).backward()
             optimizer.step()
         scheduler.step()
     assert torch.equal(weight, model.weight)
@@ -246,7 +223,7 @@ def test_updates_choose_what_their_schedulers_count() -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 1) for name in ("steps", "epochs")})
 
     def loss_of(model: Any, batch: Any) -> Any:
-        return sum(loss_fn(each, batch) for each in model.values())
+        return sum(mean_square(each, batch) for each in model.values())
 
     optimizers = {name: torch.optim.SGD(each.parameters(), lr=1.0) for name, each in model.items()}
     updates = [
@@ -265,25 +242,25 @@ def test_scheduler_for_too_few_epochs_is_refused_before_the_first_step() -> None
         return lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=epochs)
 
     config = TrainerConfig(epochs=3, global_batch_size=8)
-    assert trainer_for(config, cycle(3), scheduler_every="epoch").fit(DATA).steps == 12
+    assert scheduled_trainer(config, cycle(3), scheduler_every="epoch").fit(DATA).steps == 12
     for settings in ({}, {"max_steps": 12, "epochs": None}):
         with pytest.raises(ConfigError, match="allows 2 more steps, but .* 3 more epochs.*\n.*: total_steps=3"):
-            trainer_for(config.model_copy(update=settings), cycle(2), scheduler_every="epoch").fit(DATA)
+            scheduled_trainer(config.model_copy(update=settings), cycle(2), scheduler_every="epoch").fit(DATA)
     warm = TrainerConfig(epochs=3, global_batch_size=8, warmup_steps=4)
-    assert trainer_for(warm, cycle(2), scheduler_every="epoch").fit(DATA).steps == 12
+    assert scheduled_trainer(warm, cycle(2), scheduler_every="epoch").fit(DATA).steps == 12
     said = 'which is 12 for this run; if it should be stepped once per epoch, set scheduler_every="epoch"'
     with pytest.raises(ConfigError, match=said):
-        trainer_for(config, cycle(3)).fit(DATA)
+        scheduled_trainer(config, cycle(3)).fit(DATA)
 
 
 def test_scheduler_every_with_an_invalid_value_is_refused(tmp_path: Path) -> None:
     config = TrainerConfig(epochs=1, global_batch_size=8, checkpoint={"dir": tmp_path})
     with pytest.raises(ConfigError, match="scheduler_every is 'epochs'"):
-        trainer_for(config, halving, scheduler_every="epochs")
+        scheduled_trainer(config, halving, scheduler_every="epochs")
     with pytest.raises(ConfigError, match="but there is no scheduler"):
-        trainer_for(config, None, scheduler_every="epoch")
+        scheduled_trainer(config, None, scheduler_every="epoch")
     with pytest.raises(ConfigError, match="a ReduceLROnPlateau is stepped at each evaluation"):
-        trainer_for(config, plateau, scheduler_every="epoch")
-    trainer_for(config, halving).fit(DATA)
+        scheduled_trainer(config, plateau, scheduler_every="epoch")
+    scheduled_trainer(config, halving).fit(DATA)
     with pytest.raises(CheckpointError, match="'s scheduler is StepLR, but this run uses StepLR with scheduler_e"):
-        trainer_for(config, halving, scheduler_every="epoch")
+        scheduled_trainer(config, halving, scheduler_every="epoch")

@@ -9,24 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
-from torch.utils.data import TensorDataset
 
 from ddp_kit import Trainer, TrainerConfig, Update
+from tests.support.toys import regression_data, squared_error, trainer_for
 
 RATE = 0.03125
 
 
-def data() -> TensorDataset:
-    x = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(dim=1, keepdim=True))
-
-
-def squares(model: nn.Module, batch: Any) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+DATA = regression_data(48)
 
 
 def settings_of(kind: str) -> list[dict[str, Any]]:
@@ -53,16 +46,16 @@ def optimizer_of(layers: nn.Sequential, kind: str, settings: list[dict[str, Any]
     return torch.optim.Adam(groups, foreach=False)
 
 
-def network() -> nn.Sequential:
+def two_layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
 
 
-def trainer_for(kind: str, path: Path, *, settings: Any = None, scheduler: Any = None, **config: Any) -> Trainer:
-    model = network()
-    values = {"global_batch_size": 8, "epochs": 2, "log_every_steps": 1, "checkpoint": {"dir": str(path)}} | config
+def adam_trainer(kind: str, path: Path, *, settings: Any = None, **named: Any) -> Trainer:
+    model = two_layers()
     optimizer = optimizer_of(model, kind, settings)
-    return Trainer(model, optimizer, squares, TrainerConfig(**values), scheduler=scheduler)
+    named = {"epochs": 2, "log_every_steps": 1, "save": "background"} | named
+    return trainer_for(path, model=model, optimizer=optimizer, **named)
 
 
 def facts(trainer: Trainer) -> list[float]:
@@ -74,9 +67,9 @@ def facts(trainer: Trainer) -> list[float]:
     return [*found, *weights.tolist()]
 
 
-def trained(trainer: Trainer) -> list[float]:
+def facts_of_run(trainer: Trainer) -> list[float]:
     before = facts(trainer)
-    trainer.fit(data(), data())
+    trainer.fit(DATA, DATA)
     return before + facts(trainer)
 
 
@@ -84,57 +77,59 @@ def trained(trainer: Trainer) -> list[float]:
 
 
 def scaled(kind: str, path: Path) -> list[float]:
-    return trained(trainer_for(kind, path, learning_rate_scaling="linear", reference_batch_size=2))
+    return facts_of_run(adam_trainer(kind, path, learning_rate_scaling="linear", reference_batch_size=2))
 
 
 def scaled_from_the_initial_rate(kind: str, path: Path) -> list[float]:
     settings = settings_of(kind)
     for group in settings:
         group["initial_lr"] = group["lr"]  # the same tensor
-    return trained(trainer_for(kind, path, settings=settings, learning_rate_scaling="linear", reference_batch_size=2))
+    return facts_of_run(
+        adam_trainer(kind, path, settings=settings, learning_rate_scaling="linear", reference_batch_size=2)
+    )
 
 
 def warmed_up(kind: str, path: Path) -> list[float]:
-    return trained(trainer_for(kind, path, warmup_steps=3, learning_rate_scaling="sqrt", reference_batch_size=2))
+    return facts_of_run(adam_trainer(kind, path, warmup_steps=3, learning_rate_scaling="sqrt", reference_batch_size=2))
 
 
 def found_rate(kind: str, path: Path) -> list[float]:
-    trainer = trainer_for(kind, path)
-    found = trainer.find_learning_rate(data(), start=1e-3, end=1.0, steps=6)
-    return [*found.losses, *found.rates, *trained(trainer)]
+    trainer = adam_trainer(kind, path)
+    found = trainer.find_learning_rate(DATA, start=1e-3, end=1.0, steps=6)
+    return [*found.losses, *found.rates, *facts_of_run(trainer)]
 
 
 def micro_batch_search(kind: str, path: Path) -> list[float]:
-    return trained(trainer_for(kind, path, micro_batch_size="auto"))
+    return facts_of_run(adam_trainer(kind, path, micro_batch_size="auto"))
 
 
 def offloaded(kind: str, path: Path) -> list[float]:
-    return trained(trainer_for(kind, path, memory={"offload": "optimizer"}, warmup_steps=2))
+    return facts_of_run(adam_trainer(kind, path, memory={"offload": "optimizer"}, warmup_steps=2))
 
 
 def sharded(kind: str, path: Path) -> list[float]:
-    return trained(trainer_for(kind, path, parallel={"strategy": "zero1"}, warmup_steps=2))
+    return facts_of_run(adam_trainer(kind, path, parallel={"strategy": "zero1"}, warmup_steps=2))
 
 
-def resumed(kind: str, path: Path, **changes: Any) -> list[float]:
+def resumed_run(kind: str, path: Path, **changes: Any) -> list[float]:
     schedule = changes.pop("first_scheduler", None)
-    first = trainer_for(kind, path, epochs=1, scheduler=schedule)
-    first.fit(data())
+    first = adam_trainer(kind, path, epochs=1, scheduler=schedule)
+    first.fit(DATA)
     first.save()
     settings = settings_of(kind)
     if changes.pop("other_rate", False):
         for group in settings[: 1 if kind == "shared" else None]:
             group["lr"] = torch.mul(group["lr"], 2.0) if kind != "numbers" else group["lr"] * 2
         settings[1]["lr"] = settings[0]["lr"]
-    return trained(trainer_for(kind, path, settings=settings, **changes))
+    return facts_of_run(adam_trainer(kind, path, settings=settings, **changes))
 
 
 def resumed_with_another_rate(kind: str, path: Path) -> list[float]:
-    return resumed(kind, path, other_rate=True)
+    return resumed_run(kind, path, other_rate=True)
 
 
 def resumed_with_another_schedule(kind: str, path: Path) -> list[float]:
-    return resumed(
+    return resumed_run(
         kind, path, first_scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5),
         scheduler=lambda optimizer: ExponentialLR(optimizer, 0.75),
     )  # fmt: skip
@@ -142,7 +137,7 @@ def resumed_with_another_schedule(kind: str, path: Path) -> list[float]:
 
 def updates(kind: str, path: Path) -> list[float]:
     """Each update has an optimizer, and both have the same tensors as settings."""
-    model = network()
+    model = two_layers()
     parts = [
         torch.optim.Adam(layer.parameters(), **settings, foreach=False)
         for layer, settings in zip(model, settings_of(kind), strict=True)
@@ -152,10 +147,10 @@ def updates(kind: str, path: Path) -> list[float]:
         checkpoint={"dir": str(path)},
     )  # fmt: skip
     made = [
-        Update(name, squares, part, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5))
+        Update(name, squared_error, part, scheduler=lambda optimizer: ExponentialLR(optimizer, 0.5))
         for name, part in zip("ab", parts, strict=True)
     ]
-    return trained(Trainer(model, updates=made, config=config))
+    return facts_of_run(Trainer(model, updates=made, config=config))
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
@@ -168,8 +163,8 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 PLACES = {
     place.__name__: place
     for place in (
-        scaled, scaled_from_the_initial_rate, warmed_up, found_rate, micro_batch_search, offloaded, sharded, resumed,
-        resumed_with_another_rate, resumed_with_another_schedule, updates,
+        scaled, scaled_from_the_initial_rate, warmed_up, found_rate, micro_batch_search, offloaded, sharded,
+        resumed_run, resumed_with_another_rate, resumed_with_another_schedule, updates,
     )
 }  # fmt: skip
 
@@ -189,15 +184,15 @@ def test_schedulers_set_rates_in_tensors_as_they_set_numbers(
 ) -> None:
     def rates(kind: str) -> list[float]:
         config = {"warmup_steps": after_warm_up, "eval_every_epochs": 1}
-        return trained(trainer_for(kind, tmp_path / kind, scheduler=SCHEDULERS[name], **config))
+        return facts_of_run(adam_trainer(kind, tmp_path / kind, scheduler=SCHEDULERS[name], **config))
 
     assert rates(kind) == pytest.approx(rates("numbers"), rel=1e-4, abs=1e-6)
 
 
 def test_search_leaves_the_tensors_of_the_script_in_the_groups(tmp_path: Path) -> None:
     settings = settings_of("shared")
-    trainer = trainer_for("shared", tmp_path, settings=settings)
-    trainer.find_learning_rate(data(), steps=3)
+    trainer = adam_trainer("shared", tmp_path, settings=settings)
+    trainer.find_learning_rate(DATA, steps=3)
     for group, own in zip(trainer.optimizer.param_groups, settings, strict=True):
         assert group["lr"] is own["lr"]
         assert group["betas"][0] is own["betas"][0]

@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 LAYERS = {"embedding": nn.Embedding, "bag": nn.EmbeddingBag}
 
 
-def trained(layer: str, name: str, *, sparse: bool) -> tuple[list[float], list[float]]:
+def weights_and_norms(layer: str, name: str, *, sparse: bool) -> tuple[list[float], list[float]]:
     """The weights and the logged norms of a run in which each token occurs several times in a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(LAYERS[layer.removesuffix(" alone")](5, 3, sparse=sparse))
@@ -68,8 +68,8 @@ def trained(layer: str, name: str, *, sparse: bool) -> tuple[list[float], list[f
 @pytest.mark.parametrize("layer", [*LAYERS, *(f"{layer} alone" for layer in LAYERS)])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sparse_gradients_train_as_dense_ones(layer: str, name: str) -> None:
-    weights, norms = trained(layer, name, sparse=True)
-    expected, expected_norms = trained(layer, name, sparse=False)
+    weights, norms = weights_and_norms(layer, name, sparse=True)
+    expected, expected_norms = weights_and_norms(layer, name, sparse=False)
     # With bf16-true, each of the four steps rounds values up to 1.5 to multiples of 1/128.
     assert weights == pytest.approx(expected, rel=1e-2 if "16" in name else 1e-5, abs=2e-2 if "true" in name else 0)
     assert norms == pytest.approx(expected_norms, rel=2e-2 if "16" in name else 1e-4)
@@ -87,7 +87,7 @@ def test_sparse_gradients_train_as_dense_ones_on_two_ranks(tmp_path: Path) -> No
 if __name__ == "__main__":
     SETTINGS["compressed"] = {"parallel": {"compression": "fp16"}}
     with pytest.raises(ConfigError, match="compression='fp16' does not support modules with sparse gradients: 0\n"):
-        trained("embedding", "compressed", sparse=True)
+        weights_and_norms("embedding", "compressed", sparse=True)
     del SETTINGS["compressed"]
     for layer in LAYERS:
         for name in SETTINGS:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ddp_kit import EMA, Callback, CheckpointError, Trainer, TrainerConfig, load_model
+from ddp_kit import EMA, Callback, CheckpointError, Trainer, load_model
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.load_model import fingerprint
 from ddp_kit.cli.export import run as export
 from ddp_kit.state_values import Piece
 from ddp_kit.terminal import Terminal
+from tests.support.toys import same_state, trainer_for
 
 WIDTH = 128
 TRAINED = {"adapter.down.weight", "adapter.up.weight", "norm.weight", "norm.bias"}
@@ -40,39 +41,29 @@ class Adapted(nn.Module):
         return self.norm(self.base(x) + self.adapter["up"](self.adapter["down"](x)))
 
 
-def trainer_for(
-    folder: Path, *callbacks: Callback, steps: int = 4, model: nn.Module | None = None, only: bool = True
-) -> Trainer:
-    return Trainer(
-        model or Adapted(),
-        lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.1),
-        lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
-        TrainerConfig(
-            max_steps=steps,
-            global_batch_size=8,
-            eval_every_steps=1,
-            checkpoint={"dir": folder, "every_steps": 2, "trainable_only": only, "save": "blocking"},  # type: ignore[arg-type]
-        ),
-        callbacks=[*callbacks],
+def adapter_trainer(folder: Path, *callbacks: Callback, **named: Any) -> Trainer:
+    """One that trains the adapter and saves what is trained after every second of four steps."""
+    settings = {"max_steps": 4, "eval_every_steps": 1, "every_steps": 2, "trainable_only": True, "model": Adapted}
+    return trainer_for(
+        folder,
+        *callbacks,
+        optimizer=lambda parameters: torch.optim.Adam([each for each in parameters if each.requires_grad], lr=0.1),
+        **settings | named,
     )
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_trainable_only_checkpoint_is_small_and_resumes_bitwise(tmp_path: Path) -> None:
-    whole = trainer_for(tmp_path / "whole", steps=6)
+    whole = adapter_trainer(tmp_path / "whole", max_steps=6)
     whole.fit(DATA)
-    trainer_for(tmp_path / "torn", EMA(0.5), steps=2).fit(DATA, DATA)
+    adapter_trainer(tmp_path / "torn", EMA(0.5), max_steps=2).fit(DATA, DATA)
     path = tmp_path / "torn" / name_of(2)
     assert safetensors.torch.load_file(path / "model.safetensors").keys() == TRAINED | BUFFERS
     base = (WIDTH + 1) * WIDTH * 4
     assert sum(file.stat().st_size for file in path.iterdir()) < base, "callbacks included"
-    resumed = trainer_for(tmp_path / "torn", EMA(0.5), steps=6)
+    resumed = adapter_trainer(tmp_path / "torn", EMA(0.5), max_steps=6)
     assert resumed.step == 2
     resumed.fit(DATA)
-    assert same(resumed.model.state_dict(), whole.model.state_dict())
+    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (tmp_path / "torn" / name_of(6) / name).read_bytes() == (
             tmp_path / "whole" / name_of(6) / name
@@ -80,18 +71,18 @@ def test_trainable_only_checkpoint_is_small_and_resumes_bitwise(tmp_path: Path) 
 
 
 def test_trainable_only_checkpoint_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
-    trainer_for(tmp_path).fit(DATA)
+    adapter_trainer(tmp_path).fit(DATA)
     with pytest.raises(
         CheckpointError,
         match=r"frozen weights are not the same as in the run that saved it: base.weight, base.bias differ",
     ):
-        trainer_for(tmp_path, model=Adapted(base=1))
+        adapter_trainer(tmp_path, model=Adapted(base=1))
     almost = Adapted()
     with torch.no_grad():
         row = almost.base.weight[0]
         row[[0, 1]] = row[[1, 0]]
     with pytest.raises(CheckpointError, match=r"in the run that saved it: base.weight differ"):
-        trainer_for(tmp_path, model=almost)
+        adapter_trainer(tmp_path, model=almost)
 
 
 def test_trainable_only_run_whose_frozen_weights_change_ends(tmp_path: Path) -> None:
@@ -101,41 +92,41 @@ def test_trainable_only_run_whose_frozen_weights_change_ends(tmp_path: Path) -> 
                 trainer.model.base.bias.data += 1
 
     with pytest.raises(CheckpointError, match=r"frozen weights have changed .* such as base.bias"):
-        trainer_for(tmp_path, Changes()).fit(DATA)
+        adapter_trainer(tmp_path, Changes()).fit(DATA)
 
 
 def test_trainable_only_may_change_between_two_runs(tmp_path: Path) -> None:
     """A checkpoint with all weights brings its own; one without takes those of the model."""
-    full = trainer_for(tmp_path, steps=2, only=False, model=Adapted(base=3))
+    full = adapter_trainer(tmp_path, max_steps=2, trainable_only=False, model=Adapted(base=3))
     full.fit(DATA)
-    small = trainer_for(tmp_path, steps=4, model=Adapted(base=4))
+    small = adapter_trainer(tmp_path, max_steps=4, model=Adapted(base=4))
     small.fit(DATA)
     assert torch.equal(small.model.base.weight, full.model.base.weight)
     with pytest.raises(CheckpointError, match="frozen weights are not the same as in the run that saved it"):
-        trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=4))
-    again = trainer_for(tmp_path, steps=6, only=False, model=Adapted(base=3))
+        adapter_trainer(tmp_path, max_steps=6, trainable_only=False, model=Adapted(base=4))
+    again = adapter_trainer(tmp_path, max_steps=6, trainable_only=False, model=Adapted(base=3))
     assert again.step == 4
-    assert same(again.model.state_dict(), small.model.state_dict())
+    assert same_state(again.model.state_dict(), small.model.state_dict())
 
 
 def test_trainable_only_run_that_resumes_all_weights_saves_them(tmp_path: Path) -> None:
-    full = trainer_for(tmp_path / "full", steps=2, only=False, model=Adapted(base=3))
+    full = adapter_trainer(tmp_path / "full", max_steps=2, trainable_only=False, model=Adapted(base=3))
     full.fit(DATA)
-    small = trainer_for(tmp_path / "small", steps=2)
+    small = adapter_trainer(tmp_path / "small", max_steps=2)
     small.fit(DATA)
     small.resume(tmp_path / "full" / name_of(2))
     small.save()
     model = Adapted(base=3)
     assert load_model(tmp_path / "small", model).matches
-    assert same(model.state_dict(), full.model.state_dict())
+    assert same_state(model.state_dict(), full.model.state_dict())
 
 
 def test_load_model_and_export_report_frozen_weights_that_are_not_included(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path / "run")
+    trainer = adapter_trainer(tmp_path / "run")
     trainer.fit(DATA)
     model = Adapted()
     assert load_model(tmp_path / "run", model).matches
-    assert same(model.state_dict(), trainer.model.state_dict())
+    assert same_state(model.state_dict(), trainer.model.state_dict())
     with pytest.raises(CheckpointError, match="in the run that saved it: base.weight, base.bias"):
         load_model(tmp_path / "run", Adapted(base=1))
     assert load_model(tmp_path / "run", Adapted(base=1), strict=False).missing == ("base.weight", "base.bias")

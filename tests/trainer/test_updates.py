@@ -1,6 +1,5 @@
 """Several updates per step: what each trains, and what is refused."""
 
-from collections import UserDict
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ddp_kit import ConfigError, DataConfig, Trainer, TrainerConfig, Update
+from tests.support.toys import TensorEncoding
 
 DATA = TensorDataset(torch.arange(8.0).reshape(8, 1))
 
@@ -19,12 +19,12 @@ def pair() -> nn.ModuleDict:
     return nn.ModuleDict({"first": nn.Linear(1, 1), "second": nn.Linear(1, 1)})
 
 
-def both(model: Any, batch: tuple[Tensor]) -> Tensor:
+def product(model: Any, batch: tuple[Tensor]) -> Tensor:
     loss: Tensor = (model["first"](batch[0]) * model["second"](batch[0])).mean()
     return loss
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
+def sgd_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.01)
 
 
@@ -34,9 +34,9 @@ def test_update_changes_only_its_parameters_in_its_steps() -> None:
 
     def watched(model: Any, batch: Any) -> Tensor:
         seen.append([each.detach().clone() for each in model.parameters()])
-        return both(model, batch)
+        return product(model, batch)
 
-    updates = [Update("a", watched, sgd(model["first"])), Update("b", watched, sgd(model["second"]), every=2)]
+    updates = [Update("a", watched, sgd_of(model["first"])), Update("b", watched, sgd_of(model["second"]), every=2)]
     Trainer(model, updates=updates, config=TrainerConfig(max_steps=2, global_batch_size=4)).fit(DATA)
     moved = [
         [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
@@ -46,20 +46,13 @@ def test_update_changes_only_its_parameters_in_its_steps() -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
-class Encoding(UserDict[str, Tensor]):
-    """As Hugging Face's BatchEncoding."""
-
-    def to(self, device: Any) -> "Encoding":
-        return Encoding({name: each.to(device) for name, each in self.items()})
-
-
 def test_update_may_remove_entries_of_the_batch() -> None:
     def taking(model: Any, batch: Any) -> Tensor:
-        return both(model, (batch.pop("x"),))
+        return product(model, (batch.pop("x"),))
 
     model = pair()
-    updates = [Update(name, taking, sgd(model[name])) for name in ("first", "second")]
-    data = DataConfig(collate_fn=lambda rows: Encoding(x=torch.stack(rows)))
+    updates = [Update(name, taking, sgd_of(model[name])) for name in ("first", "second")]
+    data = DataConfig(collate_fn=lambda rows: TensorEncoding(x=torch.stack(rows)))
     config = TrainerConfig(max_steps=2, global_batch_size=4, data=data)
     trainer = Trainer(model, updates=updates, config=config)
     x = DATA.tensors[0]
@@ -70,9 +63,9 @@ def test_update_that_is_skipped_does_not_affect_the_others() -> None:
     model = pair()
 
     def bad(model: Any, batch: Any) -> Tensor:
-        return both(model, batch) * float("nan")
+        return product(model, batch) * float("nan")
 
-    updates = [Update("a", both, sgd(model["first"])), Update("b", bad, sgd(model["second"]))]
+    updates = [Update("a", product, sgd_of(model["first"])), Update("b", bad, sgd_of(model["second"]))]
     config = TrainerConfig(max_steps=2, global_batch_size=4, log_every_steps=2, non_finite_gradients="skip")
     before = [each.detach().clone() for each in model.parameters()]
     result = Trainer(model, updates=updates, config=config).fit(DATA)
@@ -86,19 +79,22 @@ def test_update_that_is_skipped_does_not_affect_the_others() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: {"updates": [Update("a", both, sgd(m["first"]))]}, "does not hold second.weight, second.bias"),
-        (lambda m: {"updates": [Update("a", both, sgd(m)), Update("b", both, sgd(m))]}, "'a' and 'b'"),
-        (lambda m: {"updates": [Update("a", both, sgd(m)), Update("a", both, sgd(m))]}, "names are not unique: a, a"),
-        (lambda m: {"updates": [Update("a", both, sgd(m), every=2)]}, "at least one must run in every step"),
-        (lambda m: {"updates": [Update("a", both, sgd(m), every=0)]}, "has every=0"),
-        (lambda m: {"updates": [Update("a", both, "adam")]}, "has a str as its optimizer"),  # type: ignore[arg-type]
-        (lambda m: {"updates": [Update("a", 3, sgd(m))]}, "loss_fn of update 'a' is an int"),  # type: ignore[arg-type]
-        (lambda m: {"updates": [sgd(m)]}, "updates is not a list of Update"),
-        (lambda m: {"updates": [Update("a", both, sgd(m))], "loss_fn": both}, "and also an optimizer"),
-        (lambda m: {"updates": [Update("a", both, sgd(m))], "config": TrainerConfig(precision="fp16")}, "'fp16'"),
+        (lambda m: {"updates": [Update("a", product, sgd_of(m["first"]))]}, "does not hold second.weight, second.bias"),
+        (lambda m: {"updates": [Update("a", product, sgd_of(m)), Update("b", product, sgd_of(m))]}, "'a' and 'b'"),
+        (
+            lambda m: {"updates": [Update("a", product, sgd_of(m)), Update("a", product, sgd_of(m))]},
+            "names are not unique: a, a",
+        ),
+        (lambda m: {"updates": [Update("a", product, sgd_of(m), every=2)]}, "at least one must run in every step"),
+        (lambda m: {"updates": [Update("a", product, sgd_of(m), every=0)]}, "has every=0"),
+        (lambda m: {"updates": [Update("a", product, "adam")]}, "has a str as its optimizer"),  # type: ignore[arg-type]
+        (lambda m: {"updates": [Update("a", 3, sgd_of(m))]}, "loss_fn of update 'a' is an int"),  # type: ignore[arg-type]
+        (lambda m: {"updates": [sgd_of(m)]}, "updates is not a list of Update"),
+        (lambda m: {"updates": [Update("a", product, sgd_of(m))], "loss_fn": product}, "and also an optimizer"),
+        (lambda m: {"updates": [Update("a", product, sgd_of(m))], "config": TrainerConfig(precision="fp16")}, "'fp16'"),
         (
             lambda m: {
-                "updates": [Update("a", both, torch.optim.LBFGS(m.parameters()))],
+                "updates": [Update("a", product, torch.optim.LBFGS(m.parameters()))],
                 "config": TrainerConfig(non_finite_gradients="skip"),
             },
             "non_finite_gradients = 'skip' is not supported with LBFGS, which evaluates the loss several times",
@@ -115,7 +111,7 @@ def test_invalid_updates_are_refused(change: Any, words: str) -> None:
 def test_find_learning_rate_with_updates_is_refused() -> None:
     model = pair()
     with pytest.raises(ConfigError, match="one optimizer"):
-        Trainer(model, updates=[Update("a", both, sgd(model))]).find_learning_rate(DATA)
+        Trainer(model, updates=[Update("a", product, sgd_of(model))]).find_learning_rate(DATA)
 
 
 class Gan(nn.ModuleDict):
@@ -139,12 +135,12 @@ def test_two_updates_may_share_one_batch_of_fakes_like_the_loop_by_hand() -> Non
 
     model, by_hand = Gan(), Gan()
     updates = [
-        Update("critic", critic_loss, sgd(model["critic"])),
-        Update("generator", generator_loss, sgd(model["generator"])),
+        Update("critic", critic_loss, sgd_of(model["critic"])),
+        Update("generator", generator_loss, sgd_of(model["generator"])),
     ]
     config = TrainerConfig(epochs=3, global_batch_size=4, data=DataConfig(shuffle=False))
     Trainer(model, updates=updates, config=config).fit(DATA, DATA)
-    optimizers = [sgd(by_hand[name]) for name in ("critic", "generator")]
+    optimizers = [sgd_of(by_hand[name]) for name in ("critic", "generator")]
     for _ in range(3):
         for batch in DATA.tensors[0].split(4):
             for optimizer, loss_fn in zip(optimizers, (critic_loss, generator_loss), strict=True):
