@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.test_exact import apart, by_hand, cases
+from tests.end_to_end.test_exact import cases, result_difference, whole_batches_by_hand
 from tests.support.launching import PROGRAMS
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -30,9 +30,9 @@ def check_exact(run: Run, tmp_path: Path, ranks: int, *, share: bool) -> None:
     assert done.returncode == 0, done.stderr
     assert "on cuda" in done.stderr
     for case, found in zip(tried, json.loads(done.stdout), strict=True):
-        expected = by_hand(case)
+        expected = whole_batches_by_hand(case)
         assert found["counts"] == expected["counts"], case
-        assert apart(found, expected) < 1e-10, case
+        assert result_difference(found, expected) < 1e-10, case
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

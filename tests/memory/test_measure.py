@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_kit import ConfigError, Loss, Trainer, TrainerConfig, Update
 from ddp_kit.env import PLAN_MEMORY, PLAN_RANKS
-from ddp_kit.memory import choose, measure
+from ddp_kit.memory import checks, measure
 from ddp_kit.memory.estimate import MemoryPlan, ModelMemory
 from ddp_kit.memory.fake import FakeTensors, LiveBytes, is_fake
 from ddp_kit.memory.measure import PeakMemory, TrainingPass
@@ -305,7 +305,7 @@ def test_start_that_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     values = sum(each.numel() for each in residual_network().parameters())
     buffers = 2 * WIDTH * 4 + 8
     for memory, fits in ((values * 16 + buffers, True), (values * 16 + buffers - 1, False), (values * 8 - 1, False)):
-        monkeypatch.setattr(choose, "device_memory", lambda _device, memory=memory: memory)
+        monkeypatch.setattr(checks, "device_memory", lambda _device, memory=memory: memory)
         if fits:
             planning_trainer()
         else:
