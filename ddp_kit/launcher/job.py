@@ -397,7 +397,10 @@ class Job:
         if self._phase is _Phase.ENDED:
             return [End(self._outcome)]
         is_gathering = self._phase is _Phase.GATHERING
-        problem = self._mismatch(node)
+        problem = ""
+        other = next(iter(self._nodes.values()), node)  # one is enough, because the nodes that have joined agree
+        if other.nnodes != node.nnodes:
+            problem = f"{other.name} was started with --nnodes {other.nnodes}, {node.name} with --nnodes {node.nnodes}"
         if problem and not is_gathering:
             return [Dismiss(node.number, Outcome(lost=problem, started=False, usage=True))]
         predecessor = self._nodes.get(self._by_rank.get(node.rank, -1))
@@ -413,12 +416,6 @@ class Job:
         if problem:
             return self._end(Outcome(lost=problem, started=False, usage=True))
         return self._advance()
-
-    def _mismatch(self, node: Node) -> str:
-        other = next(iter(self._nodes.values()), node)  # one is enough, because the nodes that have joined agree
-        if other.nnodes != node.nnodes:
-            return f"{other.name} was started with --nnodes {other.nnodes}, {node.name} with --nnodes {node.nnodes}"
-        return ""
 
     def heartbeat(self, number: int, now: float) -> None:
         """Handle a heartbeat from a node."""

@@ -115,7 +115,11 @@ def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvo
         node_rank = torchrun["node_rank"]
         is_host = node_rank == 0
     elif served_by_ddpkit:
-        is_host = _is_host(conf)
+        value = conf.get("is_host", "").lower()
+        if "is_host" in conf and value not in (*_YES, *_NO):
+            raise UsageError(f"--rdzv-conf is_host={value} is neither yes nor no", "write is_host=1 or is_host=0")
+        if value:
+            is_host = value in _YES
     if place is not None and place.host == host and endpoint_source:
         endpoint_source = f"{place.sources.get('host', place.environment)} of {place.environment}"
     return Rendezvous(
@@ -216,13 +220,6 @@ def _host_and_port(endpoint: str, default_port: int | None = None) -> tuple[str,
             f"{endpoint!r} is not a valid endpoint: {port!r} is not a port number", "write it as HOST:PORT"
         )
     return host.strip("[]") or "localhost", int(port)
-
-
-def _is_host(conf: Mapping[str, str]) -> bool | None:
-    value = conf.get("is_host", "").lower()
-    if "is_host" in conf and value not in (*_YES, *_NO):
-        raise UsageError(f"--rdzv-conf is_host={value} is neither yes nor no", "write is_host=1 or is_host=0")
-    return value in _YES if value else None
 
 
 def _limits(torchrun: Mapping[str, Any], conf: Mapping[str, str], place: JobPlace | None) -> Limits:

@@ -230,7 +230,9 @@ class Coordinator:
             if isinstance(order, StartRound):
                 number = next(iter(order.assignments.values())).round
                 keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
-                self._store.multi_set(keys, [to_json(self._assigned(order, node)) for node in range(self._known)])
+                waiting = {node: None if node in self._job.alive else LOST for node in range(self._known)}
+                assigned = waiting | dict(order.assignments)
+                self._store.multi_set(keys, [to_json(assigned[node]) for node in range(self._known)])
                 self._write({"start": number, "nodes": self._known, "why": order.why})
             elif isinstance(order, Stop):
                 self._write({"stop": order.round, "may_save": order.may_save})
@@ -241,11 +243,6 @@ class Coordinator:
             elif isinstance(order, End):
                 lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
                 self._write({"end": order.outcome, "lost": lost})
-
-    def _assigned(self, order: StartRound, node: int) -> Any:
-        if node in order.assignments:
-            return order.assignments[node]
-        return None if node in self._job.alive else LOST
 
     def _write(self, order: dict[str, Any]) -> None:
         self._store.set(ORDER.format(number=self._orders), to_json(order))

@@ -87,7 +87,10 @@ class _Kept:
         variables.names |= self.imported.read.keys()
         gc.collect()
         gc.freeze()
-        self._files = _files_of_modules() | {path: _state(path) for path in self._looks.listed}
+        # The files of all imported modules, and the folders that they are found in.
+        files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        paths = {file for file in files if isinstance(file, str)} | {path for path in sys.path if path}
+        self._files = {path: _state(path) for path in (*paths, *self._looks.listed)}
         self._seen = {path: _state(path, lists=False) for path in self._looks.files}
         self._facts = facts_of(os.getpid())
         self._listening = socket.socket(socket.AF_UNIX)
@@ -224,13 +227,6 @@ def _import_statements(request: Import) -> list[str]:
 def _fail(package: str, reason: str) -> NoReturn:
     imports.remember(package, reason, os.environ)
     os._exit(1)  # the next launch starts another process, which does not import this package
-
-
-def _files_of_modules() -> dict[str, tuple[int, int, int] | None]:
-    """The states of the files of all imported modules, and of the folders that they are found in."""
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    paths = {file for file in files if isinstance(file, str)} | {path for path in sys.path if path}
-    return {path: _state(path) for path in paths}
 
 
 def _state(path: str, lists: bool = True) -> tuple[int, int, int] | None:
