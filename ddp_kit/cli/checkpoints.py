@@ -166,7 +166,7 @@ class _Piece:
 
     path: Path
     offset: int
-    """Where the values begin in the file."""
+    """Position of the first value in the file, in bytes."""
     bytes: int
     file_hash: str
 

@@ -203,7 +203,7 @@ class TrainerContext:
     scheduler: LRScheduler | None
     loss_fn: LossFunction
     loss_modules: tuple[nn.Module, ...]
-    """The modules beside the model that loss functions and metrics use."""
+    """The loss and metric modules, which are not in the model."""
     precision: Precision
     activations: Activations
     world: World

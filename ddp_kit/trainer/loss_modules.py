@@ -1,4 +1,4 @@
-"""Modules beside the model: loss functions and metrics that are modules, with buffers of their own.
+"""Loss and metric modules: loss functions and metrics that are modules, with buffers of their own.
 
 As in a loop written by hand, each rank's buffers are its own, and no collective makes them equal. They are on the
 rank's device, in evaluation mode in evaluations, and in the checkpoint.
@@ -84,7 +84,7 @@ def _own_tensors(module: nn.Module, model: nn.Module) -> dict[str, Any]:
 
 
 class ModulesPart(SavedPart):
-    """The states of the modules beside the model, by name: one for all ranks, or each rank's if they differ."""
+    """The states of the loss and metric modules, by name: one for all ranks, or each rank's if they differ."""
 
     name = "modules"
     required = False

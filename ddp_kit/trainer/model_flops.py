@@ -111,6 +111,7 @@ _KINDS = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
+_NOTHING = nullcontext()
 _OTHER = torch.float64  # stands for all other types, whose peak rates are not known
 
 
@@ -146,7 +147,7 @@ class ModelFlops:
 
         `samples`: the samples of the step on all ranks.
         """
-        return self._counting(samples) if self._counts else nullcontext()
+        return self._counting(samples) if self._counts else _NOTHING
 
     def utilisation(self, samples_per_second: float) -> float | None:
         """The MFU, from 0 to 1, for this number of samples per second over all ranks; None if unknown."""

@@ -49,8 +49,8 @@ def find(
                 set_rate(group, rate * ratio)
             interval = Interval(context.world, 1)
             clock.start()
-            with step.without_scheduler(), context.logged.set_aside():
-                result = step.run(StepTask(1, share, feed.batch, find_cause=True))
+            with context.logged.set_aside():
+                result = step.run(StepTask(1, share, feed.batch, find_cause=True, is_trial=True))
             interval.add(result, share.step_samples)
             values = interval.close(clock).values()
             if not values.weight or not math.isfinite(values.loss / values.weight):

@@ -72,7 +72,7 @@ class PassState:
         weights: ComparedWeights = "together",
         graphs: bool = True,
     ) -> None:
-        """`written`: the names of weights, and of tensors in attributes, to copy. `beside`: modules beside the model.
+        """`written`: the names of weights, and of tensors in attributes, to copy. `beside`: loss and metric modules.
 
         `weights`: whether `changed` compares other weights, and names each; that takes up to a hundred times as long.
         `graphs`: whether to keep tensors that were computed from weights, which may hold the memory of activations.

@@ -71,7 +71,7 @@ def _copied(buffer: Tensor) -> Tensor:
 
 
 def all_modules(context: TrainerContext) -> nn.Module:
-    """The model and the modules beside it, as one module."""
+    """The model and the loss and metric modules, as one module."""
     return nn.ModuleList([context.model, *context.loss_modules])
 
 

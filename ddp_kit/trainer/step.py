@@ -1,10 +1,9 @@
 """An optimizer step: calls of the loss function, the exact gradient of the global batch, and the update."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,7 @@ from ddp_kit.trainer.timing import BACKWARD, COMMUNICATION, OPTIMIZER, StepClock
 # --- What a step is given, and what it returns ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepTask:
+class StepTask(NamedTuple):
     """What one optimizer step has to do."""
 
     number: int
@@ -42,10 +40,11 @@ class StepTask:
     """Whether to measure the gradient norm and to check the parameters, as at log points."""
     find_cause: bool = False
     """Whether to find the cause of a loss that is not finite."""
+    is_trial: bool = False
+    """Whether the scheduler is not stepped, so that trial steps do not use up its total_steps."""
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one optimizer step has done on this rank."""
 
     losses: Sequence[tuple[Tensor | Loss, int]] = ()
@@ -77,9 +76,6 @@ class StepRunner(Protocol):
 
     def check_parameters(self) -> None:
         """Raise `ConfigError` for parameters that changed since the Trainer was created, and for unsupported hooks."""
-
-    def without_scheduler(self) -> AbstractContextManager[None]:
-        """Context manager that disables the schedulers, so that trial steps do not use up their total_steps."""
 
 
 # --- The gradient -----------------------------------------------------------------------------------------------------
@@ -245,10 +241,10 @@ class Ticks:
     def __init__(self, context: TrainerContext) -> None:
         self._scheduler = context.scheduler
 
-    def step(self, number: int) -> None:
-        """Step the scheduler after an optimizer step. `number`: that of the optimizer step, for error messages."""
-        if self._scheduler is not None:
-            with explained_ticks(self._scheduler, number):
+    def step(self, task: StepTask) -> None:
+        """Step the scheduler after an optimizer step that is not a trial."""
+        if self._scheduler is not None and not task.is_trial:
+            with explained_ticks(self._scheduler, task.number):
                 self._scheduler.step()
 
     def end_epoch(self, number: int) -> None:
@@ -256,16 +252,6 @@ class Ticks:
         if isinstance(self._scheduler, EveryEpoch):
             with explained_ticks(self._scheduler, number):
                 self._scheduler.end_epoch()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context manager that disables the scheduler."""
-        scheduler = self._scheduler
-        self._scheduler = None
-        try:
-            yield
-        finally:
-            self._scheduler = scheduler
 
 
 class OptimizerStep:
@@ -285,7 +271,6 @@ class OptimizerStep:
         self._gradient = GlobalGradient(context, clock, confirm)
         self._ticks = Ticks(context)
         self.end_epoch = self._ticks.end_epoch
-        self.without_scheduler = self._ticks.paused
         self.clear = self._gradient.clear
         self.check_parameters = self._gradient.check_parameters
         may_skip = self._gradient.skips_non_finite or context.precision.scales
@@ -309,13 +294,13 @@ class OptimizerStep:
         if not skipped:
             if buffers is not None and context.precision.overflowed is not None:
                 buffers.restore_where(context.precision.overflowed)
-            self._ticks.step(task.number)
+            self._ticks.step(task)
         else:
-            result = replace(result, skipped=True)
+            result = result._replace(skipped=True)
             self._skipped_steps += 1
             if context.config.non_finite_gradients == "skip":
                 self._gradient.check_weight(task.number)
-                result = replace(result, losses=())
+                result = result._replace(losses=())
                 context.logged.drop_step(keep=logged_before)
             if buffers is not None:
                 buffers.restore()
@@ -384,7 +369,6 @@ class ClosureStep:
         self._gradient = GlobalGradient(context, clock)
         self._ticks = Ticks(context)
         self.end_epoch = self._ticks.end_epoch
-        self.without_scheduler = self._ticks.paused
         self.clear = self._gradient.clear
         self.check_parameters = self._gradient.check_parameters
 
@@ -402,7 +386,7 @@ class ClosureStep:
                 context.strategy.end_step()
             with torch.enable_grad(), context.logged.set_aside() if again else nullcontext():
                 result = self._gradient.compute(
-                    replace(task, batch=batches.again(), find_cause=task.find_cause and not again)
+                    task._replace(batch=batches.again(), find_cause=task.find_cause and not again)
                 )
             if not again:
                 first = result
@@ -412,7 +396,7 @@ class ClosureStep:
             return torch.tensor(reduced([mean])[0], dtype=torch.float64)  # on the host: optimizers read it
 
         context.optimizer.step(closure)  # type: ignore[arg-type] # torch calls float() on the result
-        self._ticks.step(task.number)
+        self._ticks.step(task)
         self.clear()
         context.strategy.end_step()
         self._clock.end(OPTIMIZER)

@@ -1,7 +1,6 @@
 """Several updates per step, each with its own loss function, optimizer and scheduler, as for a GAN."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -272,7 +271,7 @@ class JointStep:
             if task.number % every:
                 continue
             finds_cause = task.find_cause and not cause
-            result = step.run(replace(task, batch=batches.again(), find_cause=finds_cause))
+            result = step.run(task._replace(batch=batches.again(), find_cause=finds_cause))
             if name == next(iter(self._steps)):
                 losses = result.losses
             for value, samples in result.losses:
@@ -293,14 +292,6 @@ class JointStep:
         """Raise `ConfigError` for parameters that changed since the Trainer was created, and for unsupported hooks."""
         self._parameters.check()
         check_step_hooks(self._context)
-
-    @contextmanager
-    def without_scheduler(self) -> Iterator[None]:
-        """Context manager that disables the schedulers."""
-        with ExitStack() as stack:
-            for _, step in self._steps.values():
-                stack.enter_context(step.without_scheduler())
-            yield
 
     @property
     def skipped_steps(self) -> int:
