@@ -104,9 +104,8 @@ def _run_agent(plan: Plan, folder: str, warm: WarmServer | None, print_message: 
     finally:
         link.close()
     failures = agent.recorded_failures()
-    if failures and os.environ.get(
-        ERROR_FILE
-    ):  # another launcher started this one: pass on the first, as torchrun does
+    # If another launcher started this one, pass on the error file of the first failure to it, as torchrun does.
+    if failures and os.environ.get(ERROR_FILE):
         first = min(failures, key=lambda failure: failure.timestamp)
         if Path(first.error_file).exists():
             get_error_handler().dump_error_file(first.error_file, first.exitcode)
