@@ -278,7 +278,9 @@ class RankBatches(Sampler[list[Any]]):
         self.epochs = epochs
         self._rank = rank
         self._divide = lru_cache(64)(divide)
-        self._full_step: tuple[int, ...] = ()  # the sizes of the passes of a step with `per_step` samples
+        self._full_passes: list[range] = []  # of a step with `per_step` samples, as positions within the step
+        self._full_sizes: tuple[int, ...] = ()
+        self._full_samples = 0
         self.seed = epochs.seed
         self.set_position(epochs.epoch, 0)
 
@@ -288,19 +290,24 @@ class RankBatches(Sampler[list[Any]]):
         self.epoch = epoch
         self.first_step = first_step
         self.steps = self.epochs.steps()
-        self._full_steps = self.epochs.full_steps()
-        if self._full_steps:
-            self._full_step = tuple(map(len, self._passes(0)))
+        self._full_steps = 0
+        if full_steps := self.epochs.full_steps():
+            self._full_passes = self._passes(0)
+            self._full_sizes = tuple(map(len, self._full_passes))
+            self._full_samples = self.samples(0)
+            self._full_steps = full_steps
 
     def samples(self, step: int) -> int:
         """The number of samples in optimizer step `step`, over all ranks."""
+        if step < self._full_steps:  # the usual case, without computation
+            return self._full_samples
         cuts = self.epochs.cuts(step)
         return cuts[-1] - cuts[0]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
         """The number of samples in each forward pass of this rank in step `step`; () if the rank runs none."""
-        if step < self._full_steps:  # the usual case, without computation
-            return self._full_step
+        if step < self._full_steps:
+            return self._full_sizes
         return tuple(map(len, self._passes(step)))
 
     def max_passes(self, step: int) -> int:
@@ -326,6 +333,9 @@ class RankBatches(Sampler[list[Any]]):
 
     def _passes(self, step: int) -> list[range]:
         """This rank's passes in step `step`, as ranges of positions in the order of the epoch."""
+        if step < self._full_steps:
+            start = step * self._full_samples
+            return [range(start + passes.start, start + passes.stop) for passes in self._full_passes]
         cuts = self.epochs.cuts(step)
         return [range(cuts[parts.start], cuts[parts.stop]) for parts in self._divide(self._rank, len(cuts) - 1)]
 

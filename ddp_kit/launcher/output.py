@@ -140,6 +140,7 @@ _SILENT_SECONDS = 5.0  # if it writes nothing
 _IDLE_SECONDS = 3600.0
 _JOIN_SECONDS = 0.1
 _CONTROL = re.compile(rb"(\x1b\[[0-9;?]*[A-Za-z])+")  # sequences that show nothing, such as the end of a progress bar
+_LINE_START = re.compile(rb"^\r?", re.MULTILINE)  # with the \r of a progress bar, which starts its line again
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _MARKS = (b"Traceback (most recent call last)", b"Fatal Python error: ", b"terminate called ")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
@@ -395,11 +396,9 @@ class Output:
         if source.always_labelled or len(self._ranks_on[console]) > 1:
             body = text.removesuffix(b"\n")
             end = text[len(body) :]
-            body = body.replace(b"\n", b"\n" + source.label)
-            if unfinished is not source and body.startswith(b"\r"):  # a progress bar, which starts its line again
-                body = b"\r" + source.label + body[1:]
-            elif unfinished is not source:
-                body = source.label + body
+            body = _LINE_START.sub(lambda start: start[0] + source.label, body)
+            if unfinished is source:  # its line has a label
+                body = body.replace(source.label, b"", 1)
             text = body + end
         if unfinished is not None and unfinished is not source:
             text = b"\n" + text

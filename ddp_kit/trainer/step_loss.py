@@ -49,7 +49,6 @@ class StepLoss:
         self._context = context
         self._clock = clock
         self._parameters = parameters
-        self._kind = _UNKNOWN
         self._share: Share
         self._step = 0  # the number of the current step
         self._finds_cause = False  # of a loss that is not finite
@@ -62,22 +61,16 @@ class StepLoss:
         self._passes = 0  # of this rank in the step
         self._note: PassNote | None = None  # of the pass to repeat: the first one that failed, or else the last one
         self._failed = False  # whether the loss of this pass was not finite
+        self.agreed = False
+        """Whether the ranks have agreed on what the loss function returns."""
+        self.weighted = False
+        """Whether the loss function returns a `Loss`, whose weight is known only after the passes."""
         self.losses: list[tuple[Tensor | Loss, int]] = []
         """The detached losses of the step's passes, with their numbers of samples."""
         self.cause = ""
         """The cause of a loss that is not finite; empty if none was found."""
         self.is_repeated_by_all_ranks = self._reads_losses and context.strategy.divides_weights
         """Whether all ranks repeat a pass in a step with a gradient that is not finite, to find the cause."""
-
-    @property
-    def agreed(self) -> bool:
-        """Whether the ranks have agreed on what the loss function returns."""
-        return self._kind != _UNKNOWN
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the loss function returns a `Loss`, whose weight is known only after the passes."""
-        return self._kind == _WEIGHTED
 
     def begin(self, number: int, share: Share, *, find_cause: bool) -> None:
         """Begin a step. On a rank without passes, take part in the collective of the other ranks' first loss.
@@ -210,7 +203,8 @@ class StepLoss:
                 "the loss function returned a plain tensor on some ranks and a Loss on others",
                 "return the same type on every rank: it determines how the ranks reduce the loss",
             )
-        self._kind = max(kinds)
+        self.agreed = kinds != {_UNKNOWN}
+        self.weighted = _WEIGHTED in kinds
 
     def _value(self, batch: object) -> "Tensor | Loss":
         context = self._context

@@ -211,6 +211,12 @@ def test_output_between_the_pieces_of_a_line_is_on_a_line_of_its_own(
     assert shown(*(Written(*write) for write in writes)).console == expected
 
 
+@pytest.mark.parametrize("pieces", [[b"a\n\rb\n"], [b"a\n", b"\rb\n"], [b"a\n\r", b"b\n"]])
+def test_label_of_a_progress_bar_comes_after_its_carriage_return(pieces: list[bytes]) -> None:
+    writes = [Written(0, piece) for piece in pieces]
+    assert shown(*writes, label="{{{}}} ").console == b"{0} a\n\r{0} b\n"
+
+
 def test_progress_bar_is_not_broken_by_the_other_stream_to_the_same_place() -> None:
     """Each stream has a file of its own, as with --tee 3."""
     writes = [Written(0, b"\r  5%|###", 1), Written(0, b"after 5\n"), Written(0, b"\r 10%|####\n", 1)]
