@@ -140,7 +140,9 @@ PARTS = (
     Part("machine", "what there is", lambda _: [__file__, "--facts"], 60, read_facts, needs_gpu=False),
     Part("training", "tests in one process", _tests("gpu and not slow", "tests"), 110, read_tests),
     Part("ranks", "several ranks on the GPUs", _tests("gpu and slow", "tests/end_to_end"), 110, read_tests),
-    Part("launches", "GPUs given to launches", _tests("gpu and slow", "tests/launcher"), 100, read_tests),
+    Part(
+        "launches", "GPUs given to launches", _tests("gpu and slow", "tests/launcher", "tests/devices"), 100, read_tests
+    ),
     Part(
         "train",
         "a GPT that fills the GPU; the optimizer's kernel and the data are the same for all",

@@ -19,6 +19,8 @@ from tests import gate
 from tests.support import launching
 from tests.support.reads import Reads
 
+pytest_plugins = ["tests.support.forked", "tests.support.machine"]
+
 # A slow machine is no failure; and CI tries the same examples every time.
 settings.register_profile(
     "ddpkit", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ

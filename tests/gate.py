@@ -20,14 +20,14 @@ LAUNCHES = {
         "launcher/test_contract_flags.py::test_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout",
         "launcher/test_contract_flags.py::test_invalid_flag_is_one_message_without_a_traceback[--nnodes 3:1]",
         "launcher/test_contract_flags.py::test_port_in_use_names_the_process_that_uses_it[c10d]",
-        "launcher/test_cli.py::test_modules_programs_and_macros_start_like_under_torchrun",
+        "cli/test_cli.py::test_modules_programs_and_macros_start_like_under_torchrun",
         "end_to_end/test_launchers.py::test_workers_have_the_same_environment_as_under_torchrun",
     ),
     "a warm start is as a cold one": (
         "end_to_end/test_same_script.py::test_kept_warm_and_cold_workers_and_plain_python_look_alike_to_a_script[itself]",
         "end_to_end/test_import_traces.py::test_what_imports_leave_is_in_each_worker_as_in_a_new_process[warm]",
         "launcher/test_warm.py::test_workers_die_with_the_server_and_the_launcher_notices",
-        "launcher/test_cli.py::test_import_of_the_command_line_imports_neither_torch_nor_nvml",
+        "cli/test_cli.py::test_import_of_the_command_line_imports_neither_torch_nor_nvml",
         "house/test_imports.py::test_trainer_imports_no_part_of_torch_that_the_warm_server_has_not",
         "house/test_public_names.py::test_torch_is_imported_only_by_names_that_need_it[import ddp_kit-]",
     ),
@@ -42,8 +42,8 @@ LAUNCHES = {
         "end_to_end/test_faults.py::test_fault_leaves_no_process_or_file[the_server_is_killed-warm]",
         "end_to_end/test_faults.py::test_fault_leaves_no_batches_in_named_shared_memory[the_launcher_is_killed]",
         "end_to_end/test_faults.py::test_process_that_a_script_leaves_running_is_ended_and_named",
-        "launcher/test_cli.py::test_launch_leaves_no_temporary_files",
-        "launcher/test_cli.py::test_interrupted_launcher_ends_its_workers_and_reports_it",
+        "cli/test_cli.py::test_launch_leaves_no_temporary_files",
+        "cli/test_cli.py::test_interrupted_launcher_ends_its_workers_and_reports_it",
         "trainer/test_loop.py::test_finished_trainer_holds_no_process_thread_or_descriptor",
     ),
     "one root cause": (
@@ -54,7 +54,7 @@ LAUNCHES = {
         "end_to_end/test_hangs.py::test_hung_rank_in_a_trainer_is_named_with_its_stack[stop]",
         "end_to_end/test_mistakes.py::test_configuration_with_five_mistakes_lists_them_once[ddpkit-3]",
         "end_to_end/test_mistakes.py::test_ranks_that_diverge_are_reported[other-]",
-        "launcher/test_cli.py::test_exit_code_is_that_of_the_first_failing_worker[sys.exit(7)]",
+        "cli/test_cli.py::test_exit_code_is_that_of_the_first_failing_worker[sys.exit(7)]",
     ),
     "exact at any scale and placement": (
         "end_to_end/test_exact.py::test_training_at_any_number_of_ranks_equals_that_of_the_whole_global_batch[few]",
@@ -76,24 +76,24 @@ LAUNCHES = {
     "no overhead": (
         "end_to_end/test_logging_in_each_step.py::test_logged_value_adds_no_collective_to_a_step",
         "parallel/test_fsdp.py::test_fsdp_step_sends_only_the_necessary_collectives[whole-reduced0]",
-        "test_timing.py::test_step_clock_of_a_rank_that_waits_for_another_counts_communication",
+        "trainer/test_timing.py::test_step_clock_of_a_rank_that_waits_for_another_counts_communication",
     ),
     "predictable": (
-        "launcher/test_dry_run.py::test_dry_run_shows_the_environment_that_workers_get[words0]",
-        "launcher/test_dry_run.py::test_launcher_prints_no_secrets[--dry-run fails.py]",
+        "cli/test_dry_run.py::test_dry_run_shows_the_environment_that_workers_get[words0]",
+        "cli/test_dry_run.py::test_launcher_prints_no_secrets[--dry-run fails.py]",
         "end_to_end/test_planned.py::test_plan_of_exact_bytes_equals_the_bytes_on_ranks[3-ddp]",
         "end_to_end/test_planned.py::test_auto_strategy_trains_with_its_choice",
     ),
     "each command": (
-        "launcher/test_checkpoint_command.py::test_checkpoints_command_lists_newest_first",
-        "launcher/test_export_command.py::test_export_command_needs_no_torch",
-        "launcher/test_devices.py::test_devices_shows_memory_load_numa_node_and_processes",
-        "launcher/test_doctor.py::test_doctor_on_a_machine_that_can_train_exits_with_0",
-        "launcher/test_env_command.py::test_env_command_prints_versions_machine_and_variables_without_secrets",
-        "launcher/test_top.py::test_top_reads_a_running_job_and_names_a_slow_rank",
-        "launcher/test_completion.py::test_bash_completion_offers_commands_flags_values_and_files",
-        "launcher/test_report_page.py::test_report_page_fits_every_width_and_is_accessible[light-768]",
-        "launcher/test_reservations.py::test_launch_command_holds_its_gpus_while_its_job_runs",
+        "cli/test_checkpoint_command.py::test_checkpoints_command_lists_newest_first",
+        "cli/test_export_command.py::test_export_command_needs_no_torch",
+        "devices/test_devices.py::test_devices_shows_memory_load_numa_node_and_processes",
+        "doctor/test_doctor.py::test_doctor_on_a_machine_that_can_train_exits_with_0",
+        "doctor/test_env_command.py::test_env_command_prints_versions_machine_and_variables_without_secrets",
+        "watching/test_top.py::test_top_reads_a_running_job_and_names_a_slow_rank",
+        "cli/test_completion.py::test_bash_completion_offers_commands_flags_values_and_files",
+        "report/test_report_page.py::test_report_page_fits_every_width_and_is_accessible[light-768]",
+        "devices/test_reservations.py::test_launch_command_holds_its_gpus_while_its_job_runs",
         "launcher/test_waiting.py::test_command_that_a_waiting_node_prints_starts_the_missing_node",
         "end_to_end/test_run_record.py::test_run_record_of_a_job_that_restarts_is_one_record",
         "end_to_end/test_function_launch.py::test_launch_in_a_script_returns_results_and_raises_exceptions",
@@ -127,6 +127,6 @@ for _entry in entries():
 
 
 def chosen(node_id: str) -> list[str]:
-    """Entries that mean the test with this id, such as `tests/launcher/test_cli.py::test_x[case]`."""
+    """Entries that mean the test with this id, such as `tests/cli/test_cli.py::test_x[case]`."""
     name, _, case = node_id.removeprefix("tests/").partition("[")
     return [entry for words, entry in _BY_TEST.get(name, []) if words in case]

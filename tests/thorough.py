@@ -16,8 +16,9 @@ ROOT = Path(__file__).parent.parent
 # A file belongs to the part with the longest prefix of its path; tests/house/test_thorough.py checks that there is one.
 PARTS = {
     "launcher": ("launcher",),
+    "commands": ("cli", "clusters", "devices", "doctor", "rehearsal/", "report", "watching"),
     "kept": ("launcher/test_kept", "launcher/test_killed.py"),
-    "contract": ("launcher/test_contract_flags.py", "launcher/test_documented_commands.py", "launcher/test_dry_run.py"),
+    "contract": ("launcher/test_contract_flags.py", "launcher/test_documented_commands.py", "cli/test_dry_run.py"),
     "same-script": (
         "end_to_end/test_same_script.py", "end_to_end/test_launchers.py", "end_to_end/test_import_traces.py",
     ),
@@ -25,7 +26,9 @@ PARTS = {
         "end_to_end/test_faults.py", "end_to_end/test_hangs.py", "end_to_end/test_restarts.py",
         "end_to_end/test_preemption.py", "rigs/test_full_disk.py", "rigs/test_shared_memory.py",
     ),
-    "training": ("end_to_end", "trainer", "data", "distributed", "callbacks", "test_"),
+    "training": (
+        "end_to_end", "trainer", "data", "distributed", "callbacks", "config", "model", "test_",
+    ),
     "replay": ("end_to_end/test_replayed.py",),
     "mistakes": ("end_to_end/test_mistakes.py", "end_to_end/test_as_one_process.py"),
     "placement": (

@@ -288,3 +288,11 @@ def test_no_text_is_markup_for_rich() -> None:
 def test_launch_and_docker_folders_contain_no_python() -> None:
     for folder in ("launch", "docker"):
         assert not list((PACKAGE.parent / folder).rglob("*.py")), f"{folder}/ would be importable"
+
+
+def test_unit_tests_mirror_the_package() -> None:
+    tests = Path(__file__).parents[1]
+    whole = {"end_to_end", "house", "rigs"}
+    assert {path.parent.name for path in tests.glob("*/test_*.py")} - whole <= {path.name for path in PACKAGE.iterdir()}
+    units = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
+    assert units - {path.stem for path in PACKAGE.glob("*.py")} == {"fake_cuda", "gpu"}

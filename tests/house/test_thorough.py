@@ -9,7 +9,7 @@ TESTS = Path(__file__).parents[1]
 
 def test_every_test_file_belongs_to_a_part_of_make_thorough() -> None:
     files = thorough.test_files()
-    assert "launcher/test_cli.py" in files
+    assert "cli/test_cli.py" in files
     assert not [file for file in files if thorough.part_of(file) is None]
     assert {thorough.part_of(file) for file in files} == set(thorough.PARTS)
 

@@ -19,7 +19,7 @@ A few operations do not work without CUDA, such as batch norm.
 
 They do not see values, streams, events, kernels, NCCL or torch's allocator: these need a GPU (tests marked `gpu`). With
 `visible_gpus`, code that creates a real tensor on a GPU still fails, as without it: a test can thus show that code does
-not touch the GPU. For the GPUs that the launcher sees through NVML, see `machine_of` in tests/launcher/conftest.py.
+not touch the GPU. For the GPUs that the launcher sees through NVML, see `machine_of` in tests/support/machine.py.
 """
 
 import os
