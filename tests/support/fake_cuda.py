@@ -77,6 +77,7 @@ def visible_gpus(count: int, memory: int = 80 * GIB, uuid: str = "GPU-0") -> Ite
         "get_device_name": kind.name,
         "get_device_capability": (kind.major, kind.minor),
         "is_bf16_supported": True,
+        "is_current_stream_capturing": False,  # optimizers ask it; a build with CUDA would ask the driver
     }
     with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=each) for name, each in answers.items()}):
         yield
