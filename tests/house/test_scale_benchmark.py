@@ -44,6 +44,7 @@ def test_linear_row_is_accepted_and_written_as_json(tmp_path: Path) -> None:
         "bound": 1.15,
     }
     assert "| 8,000 ranks   | 24,000 |" in done.stdout
+    assert "10 to 1,000 ranks" in done.stdout
 
 
 @pytest.mark.parametrize(("name", "power"), [("quadratic", "2"), ("broken", "None")])
