@@ -19,7 +19,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Each process takes the next part of the tests, and then of what the others have left.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: help demo test thorough check unit docs placement recording versions fuzz chaos format bench gpu wheels clean
+.PHONY: help demo test thorough check unit docs placement recording versions fuzz chaos format bench scale gpu wheels clean
 .NOTPARALLEL: # two targets would install into one environment
 
 help:            ## this list
@@ -89,6 +89,9 @@ bench: $(ALL)    ## launch, failures, rendezvous, loop and checkpoints, against 
 	$(BIN)/python benchmarks/nodes.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/checkpoint.py
+
+scale: $(ALL)    ## how costs grow with ranks, nodes, time and modules, counted; under ten minutes, writes RESULTS.md
+	$(BIN)/python benchmarks/scale.py
 
 gpu: $(if $(WHEELS),,$(ALL)) ## all that only a GPU shows, in under ten minutes; offline: PYTHON=with torch, WHEELS=folder
 	$(if $(WHEELS),,$(BIN)/python $(INSTALL) accelerate lightning)

@@ -252,17 +252,45 @@ def _states(optimizer: Optimizer) -> dict[nn.Parameter, tuple[int, int]]:
         # iterations, and the last direction and gradient.
         vectors = 2 * optimizer.param_groups[0]["history_size"] + 2
         return {parameter: (vectors * parameter.element_size(), 0) for parameter in trained}
-    for parameter in trained:
-        with torch.no_grad():
-            parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    states = {}
-    for parameter in trained:
-        parameter.grad = None
+    with _one_of_each_kind(optimizer) as kinds:
+        for parameter, alike in kinds.items():
+            with torch.no_grad():
+                gradient = torch.ones_like(parameter)
+            for each in alike:  # all, because an optimizer may have a list of its own
+                each.grad = gradient
+        optimizer.step()
+    states: dict[nn.Parameter, tuple[int, int]] = {}
+    for parameter, alike in kinds.items():
+        for each in alike:
+            each.grad = None
         state = [leaf for leaf in pytree.tree_leaves(optimizer.state.get(parameter, {})) if isinstance(leaf, Tensor)]
         per_value = sum(tensor.element_size() for tensor in state if tensor.shape == parameter.shape)
-        states[parameter] = per_value, sum(bytes_of(tensor) for tensor in state if tensor.shape != parameter.shape)
+        other_bytes = sum(bytes_of(tensor) for tensor in state if tensor.shape != parameter.shape)
+        states |= dict.fromkeys(alike, (per_value, other_bytes))
     return states
+
+
+@contextmanager
+def _one_of_each_kind(optimizer: Optimizer) -> Iterator[dict[nn.Parameter, list[nn.Parameter]]]:
+    """A context in which each group of an optimizer has one trained parameter of each shape and dtype.
+
+    A large model has thousands of parameters, but few shapes, and a step on fake tensors takes milliseconds for each.
+    Yields these parameters, each with the parameters that it stands for.
+    """
+    kinds: dict[nn.Parameter, list[nn.Parameter]] = {}
+    before = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        by_kind = defaultdict(list)
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                by_kind[parameter.shape, parameter.dtype].append(parameter)
+        group["params"] = [alike[0] for alike in by_kind.values()]
+        kinds |= {alike[0]: alike for alike in by_kind.values()}
+    try:
+        yield kinds
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
 
 
 def state_to_come(optimizer: Optimizer) -> int:

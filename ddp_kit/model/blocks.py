@@ -8,7 +8,7 @@ from math import inf
 from torch import nn
 
 from ddp_kit.errors import ConfigError
-from ddp_kit.model.names import full_name
+from ddp_kit.model.names import full_name, parents
 from ddp_kit.texts import size_text
 
 # --- Repeated blocks --------------------------------------------------------------------------------------------------
@@ -27,11 +27,12 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
             for number, child in parent.named_children():
                 if kinds[type(child)] > 1 and any(child.children()):
                     repeated[full_name(prefix, number)] = child
+    with_inner_blocks = {outer for name in repeated for outer in parents(name)}
     blocks: dict[str, nn.Module] = {}
     for name, block in repeated.items():  # from the outside in
         is_list = isinstance(block, nn.ModuleList | nn.Sequential)
-        contains_blocks = is_list and any(inner.startswith(f"{name}.") for inner in repeated)
-        if not contains_blocks and not name.startswith(tuple(f"{outer}." for outer in blocks)):
+        contains_blocks = is_list and name in with_inner_blocks
+        if not contains_blocks and blocks.keys().isdisjoint(parents(name)):
             blocks[name] = block
     return blocks
 

@@ -1,7 +1,7 @@
 """Names of modules, parameters and buffers, and errors about them."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -12,6 +12,11 @@ from ddp_kit.texts import some
 def full_name(module: str, name: str) -> str:
     """The name in the model of what is called `name` in a module. `module`: the module's name; "" for the model."""
     return f"{module}.{name}" if module else name
+
+
+def parents(name: str) -> Iterator[str]:
+    """The names of the modules that contain what has this name, from the outside in, without the model."""
+    return (name[:end] for end, character in enumerate(name) if character == ".")
 
 
 def matching(pattern: str, names: Iterable[str], model: nn.Module, setting: str, kind: str = "module") -> list[str]:

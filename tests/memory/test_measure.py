@@ -125,6 +125,40 @@ def test_plan_of_several_updates_copies_each_optimizer_without_its_state() -> No
     assert not any(map(is_fake, updates[0].optimizer.param_groups[0]["params"]))
 
 
+@pytest.mark.parametrize("layers", [2, 20])
+def test_optimizer_steps_with_one_parameter_of_each_shape_and_group(layers: int) -> None:
+    stepped = []
+
+    class Recorded(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            stepped.append([len(group["params"]) for group in self.param_groups])
+            return super().step(closure)
+
+    model = nn.Sequential(nn.Linear(3, 1), *(nn.Linear(1, 1) for _ in range(layers)))
+    first, *others = model
+    groups = [{"params": first.parameters()}, {"params": [each for layer in others for each in layer.parameters()]}]
+    optimizer = Recorded(groups)
+    planner = Trainer(model, optimizer, unfused_error, TrainerConfig(global_batch_size=16, max_steps=2))
+    assert planner.plan(DATA).optimizer_state == (4 + 2 * layers) * 8 + (2 + 2 * layers) * 4
+    assert stepped == [[2, 2]]  # [1, 3] and [1]; [1, 1] and [1]
+    assert len(optimizer.param_groups[1]["params"]) == 2 * layers
+
+
+def test_state_of_an_optimizer_with_its_own_list_of_parameters_is_planned() -> None:
+    class Listed(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+            self.listed = [*self.param_groups[0]["params"]]
+
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.listed:
+                self.state[parameter]["sum"] = torch.zeros_like(parameter) + parameter.grad
+
+    parameters = [*nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1), nn.Linear(1, 1)).parameters()]
+    assert measure._states(Listed(parameters)) == dict.fromkeys(parameters, (4, 0))
+    assert all(parameter.grad is None for parameter in parameters)
+
+
 def test_state_of_lbfgs_is_planned_but_not_certain_at_the_start() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), history_size=10)

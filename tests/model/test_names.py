@@ -4,12 +4,17 @@ import pytest
 from torch import nn
 
 from ddp_kit.errors import ConfigError
-from ddp_kit.model.names import full_name, matching, refuse, trained_embeddings
+from ddp_kit.model.names import full_name, matching, parents, refuse, trained_embeddings
 
 
 def test_full_name_in_the_model_itself_has_no_prefix() -> None:
     assert full_name("blocks.0", "weight") == "blocks.0.weight"
     assert full_name("", "weight") == "weight"
+
+
+def test_parents_are_the_containing_modules_from_the_outside_in() -> None:
+    assert [*parents("layers.0.head")] == ["layers", "layers.0"]
+    assert [*parents("head")] == []
 
 
 def test_pattern_without_a_match_names_the_setting_and_a_similar_name() -> None:
