@@ -460,7 +460,8 @@ class Checkpoints:
 
         `lineage`: the lineage that the checkpoint must have; None: any lineage.
         Raises `CheckpointError` if there are complete checkpoints, but none can be loaded: the cause is then probably
-        not damage, and starting from step 0 would set them all aside.
+        not damage, and starting from step 0 would set them all aside. Also if all checkpoints are damaged, unless this
+        job began without them: starting from step 0 would silently repeat the run.
         """
         wait_for_writers(folder, _WRITER_SECONDS)
         saved = checkpoints(folder)
@@ -470,6 +471,13 @@ class Checkpoints:
             logger.warning("checkpoint skipped: {}", checkpoint)
         paths = {checkpoint.step: checkpoint.path for checkpoint in saved if checkpoint.whole}  # newest first
         common = self._common_steps(folder, list(paths)[:_COMPARED])
+        if not common:
+            with raised_on_all_ranks(self._world):
+                if saved and (lineage is None or self._folder_use.job_wrote):
+                    raise CheckpointError(
+                        f"none of the checkpoints in {folder} can be read; the newest is {saved[0]}",
+                        "the warnings above say why; to start from step 0 instead, set checkpoint.resume=None",
+                    )
         for step in common:
             path = paths[step]  # not always `name_of(step)`: see `_put_in_place`
             state = self._read(path)

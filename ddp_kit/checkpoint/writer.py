@@ -37,6 +37,7 @@ from ddp_kit.checkpoint.format import (
     StoredCheckpoint,
     checkpoints,
     leftovers,
+    manifest_content,
     name_of,
     open_file,
     part_of,
@@ -404,7 +405,7 @@ def write(
                 records += collect(task, unfinished, system, abandoned)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
                 manifest = Manifest(task.step, created, task.best, task.versions, tuple(records))
-                write_file(unfinished / MANIFEST, manifest.text().encode(), system)
+                write_file(unfinished / MANIFEST, manifest_content(manifest), system)
                 fsync_folder(unfinished, system)
                 _put_in_place(unfinished, folder / name_of(task.step), system)
             except BaseException:
