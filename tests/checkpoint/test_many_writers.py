@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ddp_kit.checkpoint import writer as writer_program
 from ddp_kit.checkpoint.format import (
     PIECES,
     FileRecord,
@@ -23,7 +24,8 @@ from ddp_kit.checkpoint.format import (
     name_of,
     newest_whole,
 )
-from ddp_kit.checkpoint.writer import Region, System, WriteTask, unfinished_folder, write
+from ddp_kit.checkpoint.writer import Region, System, WriteTask, collect, unfinished_folder, write
+from ddp_kit.errors import CheckpointError
 
 OPERATIONS = ("open", "stat", "lstat", "listdir", "scandir", "unlink", "rename", "replace")
 
@@ -79,6 +81,64 @@ def test_operations_of_a_save_per_writer_do_not_grow_with_the_writers(tmp_path: 
             assert [found.problem for found in checkpoints(folder, hashes=True)] == [None]
         per_writer[writers] = sum(counts.values()) / writers
     assert 10 < per_writer[100] < 1.1 * per_writer[25]
+
+
+class Clock:
+    """A clock that only sleeping moves, and that ends the program when `end` seconds are over."""
+
+    def __init__(self, end: float) -> None:
+        self.now = 0.0
+        self.end = end
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.end:
+            raise TimeoutError
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_writer_0_looks_at_each_waiting_writer_at_most_twice_a_second(
+    growing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(15)
+    files = [tmp_path / f"{part}-{writer}.safetensors" for writer in range(1, 50) for part in ("model", "optimizer")]
+    for path in (*files, *(tmp_path / f".writer-{writer}" for writer in range(1, 50))):
+        path.touch()
+
+    def grow() -> bool:
+        if growing:
+            for path in files:
+                os.truncate(path, int(100 * clock.now) + 1)
+        return False
+
+    monkeypatch.setattr(writer_program, "time", clock)
+    with counted_operations() as counts, pytest.raises(TimeoutError):
+        collect(share_of(0, 50, tmp_path, 1)[0], tmp_path, WithoutSync(), grow)
+    polls = counts["listdir"]
+    assert 15 < polls < 80
+    assert counts["open"] == 0, "no lock is probed before all writers stand still"
+    most_compared = 1 if growing else 16
+    assert counts["stat"] <= most_compared * len(files) + polls
+
+
+def test_dead_writer_is_found_once_nothing_has_grown_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(200)
+    monkeypatch.setattr(writer_program, "time", clock)
+    path = tmp_path / "model-00002.safetensors"
+
+    def grow() -> bool:
+        if clock.now < 100:
+            path.write_bytes(bytes(int(clock.now * 10)))
+        return False
+
+    with pytest.raises(CheckpointError, match=r"writer 1 .* has ended or never started"):
+        collect(share_of(0, 2, tmp_path, 1)[0], tmp_path, WithoutSync(), grow)
+    assert 119 < clock.now < 123
 
 
 def test_manifest_of_many_files_is_read(tmp_path: Path) -> None:
