@@ -151,6 +151,11 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint, which may have the name of a replaced one. Examines no files."""
+    return dict(_steps(folder)).get(step, folder / name_of(step))
+
+
 def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[StoredCheckpoint, ...]:
     """All checkpoints in `folder`, newest first; empty if the folder does not exist.
 
