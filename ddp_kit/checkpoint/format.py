@@ -52,7 +52,7 @@ _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
 _HASH = "sha256"  # the key in the manifest for the hash of the rest of the manifest
 _FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}")
-_LONGEST_MANIFEST = 1 << 20  # enough for thousands of files
+_LONGEST_MANIFEST = 64 << 20  # enough for 400,000 files
 LARGEST = 1 << 63
 """Exclusive upper bound for the sizes of files and tensors."""
 _BUFFER = 1 << 20
@@ -149,6 +149,11 @@ class Choice:
 def name_of(step: int) -> str:
     """The folder name of a step's checkpoint."""
     return f"step-{step:08d}"
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint, which may have the name of a replaced one. Examines no files."""
+    return dict(_steps(folder)).get(step, folder / name_of(step))
 
 
 def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[StoredCheckpoint, ...]:
@@ -266,6 +271,20 @@ def read_state(checkpoint: StoredCheckpoint) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         raise ValueError(f"{STATE} is not valid JSON, or is nested too deeply") from None
+
+
+def manifest_content(manifest: Manifest) -> bytes:
+    """The content of manifest.json. Raises `CheckpointError` if `examine` could not read it."""
+    content = manifest.text().encode()
+    try:
+        _manifest(content)
+    except _ManifestError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} was not saved, because it could not be read: {error}",
+            f"save fewer files than {len(manifest.files):,}, with fewer ranks or fewer callbacks that have tensors; "
+            "earlier checkpoints are unchanged",
+        ) from None
+    return content
 
 
 def is_size(value: Any) -> bool:

@@ -39,7 +39,7 @@ class FolderLock:
     def __init__(self, folder: Path, job: str) -> None:
         self._folder = folder
         self._job = job
-        self._run = uuid.uuid4().hex
+        self._run = f"{job}/{uuid.uuid4().hex}"
         self._descriptor: int | None = None
         self._seen: Any = None  # the last run that is known to have written to the folder
         self._finish: Callable[[], Any] = lambda: None
@@ -79,6 +79,11 @@ class FolderLock:
         """Release the lock."""
         self._finish()
         self._descriptor = None
+
+    @property
+    def job_wrote(self) -> bool:
+        """Whether this job, now or before a restart, wrote the newest checkpoint. Call it while the lock is held."""
+        return bool(self._job) and str(self._seen).startswith(f"{self._job}/")
 
     def note_save(self) -> None:
         """Record that this run wrote the newest checkpoint."""
@@ -190,6 +195,11 @@ class FolderUse:
         """Unlock the folder for other runs; also before the context ends."""
         if self._lock is not None:
             self._lock.release()
+
+    @property
+    def job_wrote(self) -> bool:
+        """Whether this job wrote the newest checkpoint; False on ranks that do not lock the folder."""
+        return self._lock is not None and self._lock.job_wrote
 
     def note_save(self) -> None:
         """Record that the newest checkpoint is now from this run."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_kit.checkpoint.format import checkpoints, name_of
+from ddp_kit.checkpoint.format import StoredCheckpoint, checkpoints, name_of, path_of
 from ddp_kit.checkpoint.lock import FolderLock, FolderUse, raised_on_all_ranks
 from ddp_kit.checkpoint.packing import pack
 from ddp_kit.checkpoint.reader import load, other_format_error
@@ -57,6 +57,7 @@ def copy_waiter(saver: Saver) -> Callable[..., None]:
 
 _COMPARED = 32  # nodes with separate folders compare this many of their newest checkpoints, to find a common one
 
+_NOT_LISTED = -2  # in place of steps: another rank lists this rank's folder
 _WRITER_SECONDS = 30.0  # how long to wait for a save of the previous run, whose writer process may outlive it
 _CONFIG = "trainer-config.yaml"
 _MARK = ".mark-"  # the name prefix of a file that shows whether two nodes see the same folder
@@ -460,18 +461,30 @@ class Checkpoints:
 
         `lineage`: the lineage that the checkpoint must have; None: any lineage.
         Raises `CheckpointError` if there are complete checkpoints, but none can be loaded: the cause is then probably
-        not damage, and starting from step 0 would set them all aside.
+        not damage, and starting from step 0 would set them all aside. Also if all checkpoints are damaged, unless this
+        job began without them: starting from step 0 would silently repeat the run.
         """
-        wait_for_writers(folder, _WRITER_SECONDS)
-        saved = checkpoints(folder)
-        for checkpoint in takewhile(lambda checkpoint: not checkpoint.whole, saved):
-            if checkpoint.has_other_format:
-                raise other_format_error(checkpoint)
-            logger.warning("checkpoint skipped: {}", checkpoint)
-        paths = {checkpoint.step: checkpoint.path for checkpoint in saved if checkpoint.whole}  # newest first
-        common = self._common_steps(folder, list(paths)[:_COMPARED])
+        saved: tuple[StoredCheckpoint, ...] = ()
+        is_first = self._world.rank == self._writers[0]
+        with raised_on_all_ranks(self._world):
+            if is_first:  # one rank per folder, because the files of a checkpoint grow with the number of ranks
+                wait_for_writers(folder, _WRITER_SECONDS)
+                saved = checkpoints(folder)
+            for checkpoint in takewhile(lambda checkpoint: not checkpoint.whole, saved):
+                if checkpoint.has_other_format:
+                    raise other_format_error(checkpoint)
+                logger.warning("checkpoint skipped: {}", checkpoint)
+        whole = [checkpoint.step for checkpoint in saved if checkpoint.whole]  # newest first
+        common = self._common_steps(folder, whole[:_COMPARED] if is_first else None)
+        if not common:
+            with raised_on_all_ranks(self._world):
+                if saved and (lineage is None or self._folder_use.job_wrote):
+                    raise CheckpointError(
+                        f"none of the checkpoints in {folder} can be read; the newest is {saved[0]}",
+                        "the warnings above say why; to start from step 0 instead, set checkpoint.resume=None",
+                    )
         for step in common:
-            path = paths[step]  # not always `name_of(step)`: see `_put_in_place`
+            path = path_of(folder, step)
             state = self._read(path)
             if state is not None:
                 if lineage is not None and state.get("lineage") != lineage:
@@ -486,18 +499,21 @@ class Checkpoints:
             )
         return False
 
-    def _common_steps(self, folder: Path, steps: list[int]) -> list[int]:
-        """The steps whose checkpoints all ranks see, newest first.
+    def _common_steps(self, folder: Path, steps: list[int] | None) -> list[int]:
+        """The steps whose checkpoints are in the folders of all nodes, newest first.
 
-        `steps`: the steps whose checkpoints this rank sees. Raises `CheckpointError` if there are checkpoints, but none
-        that all ranks see.
+        `steps`: the steps in this rank's folder; None if another rank has listed it. Raises `CheckpointError` if there
+        are checkpoints, but none in all folders.
         """
-        rows = gathered(self._world, steps + [-1] * (_COMPARED - len(steps)))
-        steps_of_ranks = [[step for step in row if step >= 0] for row in rows]
-        common = set.intersection(*map(set, steps_of_ranks))
-        if not common and any(steps_of_ranks):
+        own = [_NOT_LISTED] if steps is None else steps
+        rows = gathered(self._world, own + [-1] * (_COMPARED - len(own)))
+        steps_of_ranks = {
+            rank: [step for step in row if step >= 0] for rank, row in enumerate(rows) if row[0] != _NOT_LISTED
+        }
+        common = set.intersection(*map(set, steps_of_ranks.values()))
+        if not common and any(steps_of_ranks.values()):
             seen = [
-                f"rank {rank} sees {', '.join(map(str, steps)) or 'none'}" for rank, steps in enumerate(steps_of_ranks)
+                f"rank {rank} sees {', '.join(map(str, steps)) or 'none'}" for rank, steps in steps_of_ranks.items()
             ]
             raise CheckpointError(
                 f"no checkpoint in {folder} is complete on every node; steps of complete checkpoints: "

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import math
 import mmap
 import os
 import secrets
@@ -15,7 +16,7 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ from ddp_kit.checkpoint.format import (
     StoredCheckpoint,
     checkpoints,
     leftovers,
+    manifest_content,
     name_of,
     open_file,
     part_of,
@@ -234,7 +236,9 @@ def fsync_folder(folder: Path, system: System) -> None:
 # folder. The others never create it: without it, they have nothing to do.
 
 
-_SHARE_POLL_SECONDS = 0.01
+_FIRST_POLL_SECONDS = 0.01
+_LONGEST_POLL_SECONDS = 1.0
+_POLLS_PER_WAIT = 10  # writer 0 notices the last record at most a tenth later than it could
 _START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has written its own share
 _ABANDONED_SECONDS = 1.0  # the same if the training process is gone: a writer may still be starting
 _STALL_SECONDS = 120.0  # how long no file may grow; detects dead writers on file systems without locks
@@ -283,30 +287,30 @@ def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callab
     """
     records: list[FileRecord] = []
     waiting = {writer: f".writer-{writer}" for writer in range(1, task.writers)}
-    size = -1
-    since = time.monotonic()
+    growth = _Growth(unfinished)
+    began = time.monotonic()
     while waiting:
+        start_seconds = _STALL_SECONDS if task.overlapped else _START_SECONDS
+        if abandoned():
+            start_seconds = _ABANDONED_SECONDS
         # From listings: on NFS, a lookup by name may miss a new file for up to a minute.
         names = {path.name for path in unfinished.iterdir()}
-        ended = {writer for writer, name in waiting.items() if name not in names or _is_unlocked(unfinished / name)}
-        names = {path.name for path in unfinished.iterdir()}  # again: a writer leaves its record before it unlocks
+        growth.look(names, complete={record.name for record in records})
+        ended = set()
+        if growth.still_seconds > start_seconds:
+            ended = {writer for writer, name in waiting.items() if name not in names or _is_unlocked(unfinished / name)}
+            names = {path.name for path in unfinished.iterdir()}  # again: a writer leaves its record before it unlocks
         for writer, name in [*waiting.items()]:
-            start_seconds = _STALL_SECONDS if task.overlapped else _START_SECONDS
-            if abandoned():
-                start_seconds = _ABANDONED_SECONDS
             if f"{name}.json" in names:
                 records += _records_of(unfinished / f"{name}.json", task, writer)
                 del waiting[writer]
-            elif writer in ended and time.monotonic() - since > start_seconds:
+            elif writer in ended:
                 raise _missing(task, writer, "has ended or never started")
+        if waiting and growth.still_seconds > _STALL_SECONDS:
+            raise _missing(task, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
         if waiting:
-            new_size = _size(unfinished)
-            if new_size != size:
-                size = new_size
-                since = time.monotonic()
-            elif time.monotonic() - since > _STALL_SECONDS:
-                raise _missing(task, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
-            time.sleep(_SHARE_POLL_SECONDS)
+            waited = time.monotonic() - began
+            time.sleep(min(max(waited / _POLLS_PER_WAIT, _FIRST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
     for path in unfinished.glob(".writer-*"):
         path.unlink()
     # For each part that has several files, an index that maps tensors to files, in Hugging Face's format.
@@ -319,12 +323,52 @@ def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callab
     return records
 
 
-def _size(unfinished: Path) -> int:
-    total = 0
-    for path in unfinished.iterdir():
-        with suppress(FileNotFoundError):  # a record has just been renamed
-            total += path.stat().st_size
-    return total
+class _Growth:
+    """For how long no file in a folder has appeared, disappeared or grown.
+
+    While files grow, only one of them is looked at. Sizes are compared instead of times, because the clocks of nodes
+    and file servers differ.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: Set[str] = set()
+        self._sizes: dict[str, int] = {}
+        self._growing = ""  # the file that was last seen to grow
+        self._all_compared = -math.inf  # when
+        self._changed = time.monotonic()  # when
+
+    @property
+    def still_seconds(self) -> float:
+        """Seconds since a change was last seen."""
+        return time.monotonic() - self._changed
+
+    def look(self, names: Set[str], complete: Set[str]) -> None:
+        """Look for a change since the last call. `names`: the files in the folder; `complete`: files that do not grow.
+
+        The sizes of all files are compared at most once a second, and only if no other change was seen.
+        """
+        now = time.monotonic()
+        changed = names != self._names or self._has_grown(self._growing)
+        self._names = names
+        if not changed and now - self._all_compared >= _LONGEST_POLL_SECONDS:
+            self._all_compared = now
+            others = (name for name in names - complete if not name.startswith("."))  # locks do not grow
+            grown = [name for name in others if self._has_grown(name)]
+            changed = bool(grown)
+            self._growing = grown[0] if grown else ""
+        if changed:
+            self._changed = now
+
+    def _has_grown(self, name: str) -> bool:
+        """Whether a file has grown since the last call for it; False for a file that was removed, or no name."""
+        if not name:
+            return False
+        with suppress(FileNotFoundError):
+            before = self._sizes.get(name)
+            self._sizes[name] = (self._folder / name).stat().st_size
+            return self._sizes[name] != before
+        return False
 
 
 def _is_unlocked(path: Path) -> bool:
@@ -404,7 +448,7 @@ def write(
                 records += collect(task, unfinished, system, abandoned)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
                 manifest = Manifest(task.step, created, task.best, task.versions, tuple(records))
-                write_file(unfinished / MANIFEST, manifest.text().encode(), system)
+                write_file(unfinished / MANIFEST, manifest_content(manifest), system)
                 fsync_folder(unfinished, system)
                 _put_in_place(unfinished, folder / name_of(task.step), system)
             except BaseException:

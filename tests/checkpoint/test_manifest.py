@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_kit.checkpoint import format as format_module
 from ddp_kit.checkpoint.format import (
     FileRecord,
     Hasher,
@@ -15,6 +16,7 @@ from ddp_kit.checkpoint.format import (
     checkpoints,
     examine,
     leftovers,
+    manifest_content,
     name_of,
     newest_whole,
     verified,
@@ -127,6 +129,15 @@ def test_examine_refuses_file_names_outside_the_folder(tmp_path: Path) -> None:
     outside = FileRecord("../step-00000006/model.safetensors", 10, "")
     (path / "manifest.json").write_text(Manifest(6, "", False, {}, (outside,)).text())
     assert examine(path).problem == "manifest.json is damaged"
+
+
+def test_manifest_that_could_not_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = tuple(FileRecord(f"model-{number:05d}.safetensors", 0, str(Hasher())) for number in range(1000))
+    manifest = Manifest(6, "", False, {}, records)
+    assert manifest_content(manifest) == manifest.text().encode()
+    monkeypatch.setattr(format_module, "_LONGEST_MANIFEST", 100_000)
+    with pytest.raises(CheckpointError, match=r"step 6 was not saved, .* manifest.json is too long"):
+        manifest_content(manifest)
 
 
 def test_checkpoints_of_a_missing_folder_are_none(tmp_path: Path) -> None:

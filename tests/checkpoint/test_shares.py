@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -175,8 +176,14 @@ def test_writer_that_never_starts_fails_the_save(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_patience")
 def test_overlapped_writer_that_starts_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, size = Event(), writer_program._size
-    monkeypatch.setattr(writer_program, "_size", lambda path: looked.set() or size(path))
+    looked, look, looks = Event(), writer_program._Growth.look, count(1)
+
+    def noted_look(*arguments: Any, **named: Any) -> None:
+        if next(looks) == 3:
+            looked.set()
+        look(*arguments, **named)
+
+    monkeypatch.setattr(writer_program._Growth, "look", noted_look)
     (first, content), (second, other) = (share_task(tmp_path, 1, number) for number in range(2))
     with ThreadPoolExecutor() as pool:
         whole = pool.submit(write, replace(first, overlapped=True), content)
@@ -215,13 +222,6 @@ def test_writer_that_holds_its_lock_is_waited_for(tmp_path: Path, monkeypatch: p
         write(*share_task(tmp_path, 1, 0), abandoned=lambda: True)
         second.result()
     assert newest_whole(tmp_path, hashes=True).checkpoint is not None
-
-
-def test_size_of_a_folder_ignores_a_file_that_disappears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_bytes(b"content")
-    renamed = tmp_path / ".writer-1.new"
-    monkeypatch.setattr(Path, "iterdir", lambda _: iter([renamed, tmp_path / "file"]))
-    assert writer_program._size(tmp_path) == 7
 
 
 def test_writer_with_a_full_disk_is_reported_by_the_first(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import psutil
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_kit import Callback, CheckpointError, DataError, LossError, Trainer, TrainerConfig
+from ddp_kit.checkpoint import manager
 from ddp_kit.checkpoint.format import checkpoints
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -256,6 +258,26 @@ def all_ranks_raise_the_error_of_a_failed_save(folder: Path) -> None:
         assert checkpoints(place) == ()
 
 
+def one_rank_lists_the_checkpoints_of_a_folder(folder: Path) -> None:
+    place = folder / "listed"
+    linear_trainer(place, max_steps=4, checkpoint={"every_steps": 2}).fit(NoisyRows(0))
+    with patch.object(manager, "checkpoints", Mock(side_effect=checkpoints)) as listed:
+        assert linear_trainer(place).step == 4
+        assert listed.call_count == (RANK == 0)
+    torch.distributed.barrier()
+    (newest, older) = (found.path / "manifest.json" for found in checkpoints(place))
+    torch.distributed.barrier()
+    if RANK == 0:
+        os.truncate(newest, 100)
+    torch.distributed.barrier()
+    assert linear_trainer(place).step == 2
+    torch.distributed.barrier()
+    if RANK == 0:
+        os.truncate(older, 0)
+    torch.distributed.barrier()
+    check_refused(lambda: linear_trainer(place), CheckpointError, "manifest.json is damaged")
+
+
 SCENARIOS = (
     other_rows_are_refused,
     samples_with_random_numbers_are_not,
@@ -270,6 +292,7 @@ SCENARIOS = (
     finished_trainers_hold_nothing,
     all_ranks_return_when_the_checkpoint_is_complete,
     all_ranks_raise_the_error_of_a_failed_save,
+    one_rank_lists_the_checkpoints_of_a_folder,
 )
 
 if __name__ == "__main__":

@@ -248,6 +248,37 @@ def test_resume_after_a_flipped_bit_uses_the_previous_checkpoint(tmp_path: Path,
     assert any("checkpoint skipped" in line and "its hash differs" in line for line in said)
 
 
+@pytest.mark.parametrize("size", [0, 100, -1], ids=["empty", "half", "all but one byte"])
+def test_resume_from_damaged_checkpoints_alone_raises_error(size: int, tmp_path: Path) -> None:
+    noisy_trainer(tmp_path, max_steps=2).fit(DATA)
+    manifest = tmp_path / name_of(2) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().strip()[:size])
+    with pytest.raises(
+        CheckpointError, match="none of the checkpoints in .* the newest is .*json is damaged"
+    ) as caught:
+        noisy_trainer(tmp_path)
+    assert "checkpoint.resume=None" in caught.value.hint
+    assert noisy_trainer(tmp_path, checkpoint={"resume": None}).step == 0
+    noisy_trainer(tmp_path, checkpoint={"resume": None}, max_steps=1).fit(DATA)
+    assert noisy_trainer(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("job", ["a job", "another"])
+def test_restart_raises_error_if_its_own_job_wrote_only_damaged_checkpoints(
+    job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    noisy_trainer(tmp_path, max_steps=2, checkpoint={"resume": None}).fit(DATA)
+    (tmp_path / name_of(2) / "state.json").unlink()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    if job == "another":
+        assert noisy_trainer(tmp_path, checkpoint={"resume": None}).step == 0
+        return
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* state.json is missing"):
+        noisy_trainer(tmp_path, checkpoint={"resume": None})
+
+
 # A full disk ---------------------------------------------------------------------------------------------------------
 
 
