@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from ddp_kit.distributed import barrier
+from ddp_kit.distributed import barrier, consistency
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.world import World
 from tests.support.launching import seconds
@@ -136,3 +136,49 @@ def test_barrier_with_a_store_that_answers_slowly_passes_without_a_warning(lines
     ranks.each(ranks.arrive)
     ranks.close()
     assert lines == []
+
+
+def test_agreement_exchanges_two_numbers_unless_a_rank_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged: list[int] = []
+    other = 0
+
+    def largest(world: World, row: list[int], *_: object) -> list[int]:
+        exchanged.append(len(row))
+        return [row[0] + other, row[1]]
+
+    def gathered(world: World, row: list[int], *_: object) -> list[list[int]]:
+        exchanged.append(len(row))
+        return [row] * (world.world_size - 1) + [[row[0] + other, *row[1:]]]
+
+    monkeypatch.setattr(consistency, "largest", largest)
+    monkeypatch.setattr(consistency, "gathered", gathered)
+    facts: consistency.Facts = {f"weight {index}": index for index in range(1000)}
+    world = World(0, 8192, 0, 8, 0, torch.device("cpu"))
+    assert consistency.first_difference(world, facts) is None
+    assert exchanged == [2]
+    other = 1
+    difference = consistency.first_difference(world, facts)
+    assert difference is not None
+    assert difference.description == "weight 0: 1 on rank 8191; 0 on ranks 0 to 8190"
+    assert exchanged == [2, 2, 1000]
+    assert consistency.first_difference(world, facts, [(rank,) for rank in range(8192)]) is None
+    assert exchanged == [2, 2, 1000], "each rank holds other weights"
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_digests_are_compared_within_the_groups_of_replicas(odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 hold the same weights, and so do ranks 1 and 3."""
+    groups = [(0, 2), (1, 3)]
+    worlds = [World(rank, 4, rank, 4, 0, torch.device("cpu")) for rank in range(4)]
+    weights = [rank % 2 for rank in range(4)]
+    for differs in (False, True):
+        weights[odd] += 2 * differs
+        rows: list[list[int]] = []
+        monkeypatch.setattr(consistency, "gathered", lambda *_: [[weight] for weight in weights])
+        monkeypatch.setattr(consistency, "largest", lambda _, row, __: rows.append(row) or [0, 0, 0, 0])  # noqa: B023
+        for world in worlds:
+            consistency.first_difference(world, {"weight": weights[world.rank]}, groups)
+        of_all = [max(column) for column in zip(*rows, strict=True)]
+        monkeypatch.setattr(consistency, "largest", lambda *_: of_all)  # noqa: B023
+        found = consistency.first_difference(worlds[0], {"weight": weights[0]}, groups)
+        assert (found is not None) is differs
