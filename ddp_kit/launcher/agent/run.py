@@ -149,9 +149,8 @@ def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLi
             return SingleNodeLink(node, limits, inbox)
     if static and rendezvous.is_host:
         _check_host(rendezvous, print_message)
-    master = None
-    if rendezvous.set_by_master_flags:
-        master = (rendezvous.host, node.port)
+    by_master_flags = static and rendezvous.endpoint_source.startswith("--master-addr")
+    master = (rendezvous.host, node.port) if by_master_flags else None
     commands = Commands(plan.spec.flags, plan.spec.script_as_typed, limits.max_nodes, static, master)
     return MultiNodeLink(node, rendezvous, inbox, print_message, plan.shutdown_timeout, commands)
 
