@@ -124,11 +124,11 @@ def memory_of(tensor: Any) -> Tensor:
     return local
 
 
-def gather_ranges(whole: Tensor, part: Tensor) -> None:
-    """All-gather the `part` of each rank, in rank order, into the 1-D tensor `whole`. A collective."""
+def gather_ranges(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """All-gather the `part` of each rank, in rank order, into the 1-D tensor `whole`. A collective of the group."""
     # torch 2.13 renamed the function and deprecated the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, part)
+    gather(whole, part, group=group)
 
 
 # --- Multi-tensor kernels ---------------------------------------------------------------------------------------------

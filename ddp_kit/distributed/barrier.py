@@ -7,16 +7,17 @@ The barrier uses the process group's store, not a collective. A collective could
 a gradient reduction of a rank that has not arrived; both would then hang, crash, or silently return wrong numbers.
 
     wait_for_all(world, "trainer.fit() after step 0"):
-        append a line to the log of this barrier, a key of the store: this rank has arrived
-        the last rank to arrive announces the barrier; the other ranks wait for that (see `control.py`)
+        compare this rank's location with that of the first rank to arrive, which has stored it
+        append a line to the log of this barrier, a key of the store, and count it: this rank has arrived
+        the last rank to arrive decides that the barrier is passed; the other ranks wait for that (see `control.py`)
         the first rank to arrive looks, while it waits, for a reason why a rank will not arrive:
             the rank's process has ended
             it has started later collectives     -> it has skipped this barrier
             the barrier timeout has passed
-        and appends this reason to the log, which all ranks then raise as a `WorldError`
+        and decides that the barrier fails for this reason, which all ranks then raise as a `WorldError`
         after a few seconds, it asks all ranks where they are, and logs which ranks are missing, and where they are
 
-A barrier fails if a reason comes before the last arrival in its log, so it fails on all ranks or on none.
+The first decision counts, so a barrier fails on all ranks or on none. If all ranks arrive soon, none reads the log.
 """
 
 import threading
@@ -38,13 +39,15 @@ TIMEOUT_SECONDS = 600.0
 """The barrier timeout. It is as long as the timeout of collectives, because a missing rank may be busy."""
 ANSWER_SECONDS = 1.0
 """The interval between questions where the missing ranks are."""
+_ANSWERS_PER_SECOND = 1024  # the maximum number of answers to these questions, summed over all ranks
 SILENT_SECONDS = 5.0
 """The time until the first log line about missing ranks, and until a rank that skipped the barrier causes an error."""
 REPEAT_SECONDS = 60.0
 """The time between two log lines about missing ranks."""
 _LOOK_SECONDS = 0.25  # the interval at which the first rank looks for ranks that will not arrive
 _ENDED = "its process has ended"
-_FAILED = "failed: "  # the beginning of a line of a barrier's log
+_DIFFERENT_CALLS = "the ranks made different calls: "
+_MAX_LISTED = 16  # ranks that a message names
 _GRACE_SECONDS = 2.0  # how much later than its timeout another rank gives up, because the first one reports the reason
 
 HINT = (
@@ -60,7 +63,7 @@ class RankLocation:
 
     rank: int
     collectives: int
-    """The number of collectives that the rank has started in the default group."""
+    """The number of collectives that the rank has started in the default group since the previous barrier."""
     words: str
     """A description of the location: a call of the Trainer, a phase of a step, or the script."""
 
@@ -80,17 +83,20 @@ class _Barriers:
         self.rank = rank
         self.passed = 0
         """The number of barriers that this process has reached so far."""
-        self.collectives = dict.fromkeys(range(ranks), 0)
-        """The number of collectives that each rank had started at the last barrier."""
+        self.collectives = 0
+        """The number of collectives that this process had started at the previous barrier."""
         self.heartbeat: HeartbeatWriter | None = None
         """The heartbeat of the newest Trainer, which reports where this rank is."""
         self.control = Control(group_store, rank, ranks, self.answer)
 
+    def location(self, words: str) -> RankLocation:
+        """This rank's location; `words` describe it."""
+        return RankLocation(self.rank, collectives_of_default_group() - self.collectives, words)
+
     def answer(self, question: str) -> None:
         """Append this rank's location to the key `question`."""
         words = "the script" if self.heartbeat is None else self.heartbeat.where
-        location = RankLocation(self.rank, collectives_of_default_group(), words)
-        self.control.store.append(question, f"{location}\n")
+        self.control.store.append(question, f"{self.location(words)}\n")
 
 
 _current: list[_Barriers] = []  # at most one, for the current process group
@@ -169,13 +175,14 @@ def wait_for_all(world: World, location: str, *, seconds: float | None = None, h
     barriers = _barriers(world)
     barriers.passed += 1
     wait = _Wait(world, barriers, f"barrier/{barriers.passed}", location, hint)
-    arrived = wait.until_all_arrived(TIMEOUT_SECONDS if seconds is None else seconds)
-    barriers.collectives = {rank: location.collectives for rank, location in arrived.items()}
+    wait.until_all_arrived(TIMEOUT_SECONDS if seconds is None else seconds)
+    barriers.collectives += wait.location.collectives
     if world.is_main:
         with suppress(*STORE_ERRORS):  # the store has closed: the job is over
-            before = f"barrier/{barriers.passed - 1}"  # all ranks have read it
-            barriers.control.store.delete_key(before)
-            barriers.control.store.delete_key(f"{Control.QUESTION}{before}")  # answers that nobody has read
+            before = f"barrier/{barriers.passed - 1}"  # no rank needs it any more
+            answers = f"{Control.QUESTION}{before}"  # which nobody has read
+            for key in (before, f"{before}/first", f"{before}/count", f"{before}/decided", answers):
+                barriers.control.store.delete_key(key)
 
 
 def all_arrive(world: World, location: str, name: str, seconds: float) -> bool:
@@ -194,65 +201,65 @@ def all_arrive(world: World, location: str, name: str, seconds: float) -> bool:
 
 
 class _Wait:
-    """One rank's wait for the others at a barrier. `log`: the key of the barrier's log; also the name announced."""
+    """One rank's wait for the others at a barrier. `log`: the key of its log, and the name of its decision."""
 
     def __init__(self, world: World, barriers: _Barriers, log: str, location: str, hint: str) -> None:
         self._world = world
         self._barriers = barriers
         self._control = barriers.control
         self._log = log
-        self._location = RankLocation(world.rank, collectives_of_default_group(), location)
+        self.location = barriers.location(location)
         self._hint = hint
         self._next_question = self._next_line = time.monotonic() + SILENT_SECONDS
         self._next_question -= 2 * ANSWER_SECONDS
         self._answers: dict[int, RankLocation] = {}
         self._past_since: dict[int, float] = {}
 
-    def until_all_arrived(self, seconds: float) -> dict[int, RankLocation]:
-        """Log this rank's arrival and wait for the others; returns the ranks' locations. Raises `WorldError`."""
+    def until_all_arrived(self, seconds: float) -> None:
+        """Log this rank's arrival and wait for the others. Raises `WorldError`."""
         control = self._control
         deadline = time.monotonic() + seconds
         try:
-            lines = control.append(self._log, str(self._location))
-            is_first = lines[0] == str(self._location)
-            if len(lines) == self._world.world_size or RankLocation.parse(lines[0]).words != self._location.words:
-                control.announce(self._log)
-            while len(arrived := self._arrived(lines)) < self._world.world_size:
+            stored = control.store.compare_set(f"{self._log}/first", "", str(self.location)).decode()
+            first = RankLocation.parse(stored)
+            if first.words != self.location.words:
+                control.store.append(self._log, f"{self.location}\n")  # not counted: this barrier cannot be passed
+                raise self._error(control.decide(self._log, self._different_calls(first)))
+            if control.append(self._log, str(self.location)) == self._world.world_size:
+                control.decide(self._log, "")
+            failure = None
+            while failure is None:
                 pause = max(0.0, deadline - time.monotonic())
-                pause = min(pause, _LOOK_SECONDS) if is_first else pause + _GRACE_SECONDS
-                if not control.wait(self._log, pause):
-                    reason = self._reason_to_fail(deadline)
-                    if reason is not None:
-                        control.append(self._log, f"{_FAILED}{reason}")
-                        control.announce(self._log)
-                lines = control.lines(self._log)
-            return arrived
+                pause = min(pause, _LOOK_SECONDS) if first.rank == self._world.rank else pause + _GRACE_SECONDS
+                failure = control.wait(self._log, pause)
+                reason = self._reason_to_fail(deadline) if failure is None else None
+                if reason is not None:
+                    failure = control.decide(self._log, reason)
         except STORE_ERRORS as error:
             raise WorldError(
-                f"rank {self._world.rank} is at {self._location.words}, but cannot reach the other ranks: the store "
+                f"rank {self._world.rank} is at {self.location.words}, but cannot reach the other ranks: the store "
                 f"does not answer ({error})",
                 "the process that serves the store (rank 0 or the launcher) has probably ended: see its output. "
                 f"{self._hint}",
             ) from None
+        if failure:
+            raise self._error(failure)
 
-    def _arrived(self, lines: Sequence[str]) -> dict[int, RankLocation]:
-        """The ranks that have arrived, by the lines of the log. Raises `WorldError` if the barrier has failed."""
-        arrived: dict[int, RankLocation] = {}
-        for line in lines:
-            if line.startswith(_FAILED):
-                raise self._error(line.removeprefix(_FAILED))
-            location = RankLocation.parse(line)
-            arrived[location.rank] = location
-            if len(arrived) == self._world.world_size:
-                break
-        if len({location.words for location in arrived.values()}) > 1:
-            places = ", ".join(f"rank {rank} at {location.words}" for rank, location in sorted(arrived.items()))
-            raise WorldError(f"the ranks made different calls: {places}", self._hint)
-        return arrived
+    def _different_calls(self, first: RankLocation) -> str:
+        """The reason to fail if this rank's call differs from that of the first rank to arrive."""
+        arrived = {first.rank: first, **self._arrived()}
+        calls = [f"rank {rank} at {location.words}" for rank, location in sorted(arrived.items())]
+        return f"{_DIFFERENT_CALLS}{_listed(calls)}"
+
+    def _arrived(self) -> dict[int, RankLocation]:
+        """The ranks that have arrived, by the log."""
+        return {location.rank: location for location in map(RankLocation.parse, self._control.lines(self._log))}
 
     def _error(self, reason: str) -> WorldError:
+        if reason.startswith(_DIFFERENT_CALLS):
+            return WorldError(reason, self._hint)
         error = WorldError(
-            f"rank {self._world.rank} is waiting at {self._location.words}, but other ranks did not arrive: {reason}",
+            f"rank {self._world.rank} is waiting at {self.location.words}, but other ranks did not arrive: {reason}",
             self._hint,
         )
         error.only_this_rank = _ENDED not in reason  # a rank that has not arrived does not raise it
@@ -274,14 +281,16 @@ class _Wait:
             self._answers |= {location.rank: location for location in locations}
             control.store.delete_key(question)
             control.announce(question)
-            self._next_question = now + ANSWER_SECONDS
+            self._next_question = now + max(ANSWER_SECONDS, self._world.world_size / _ANSWERS_PER_SECOND)
+        if not (asks or ended or now >= deadline):
+            return None
         # Read after the answers: the answer of a rank that has arrived in the meantime is stale.
-        arrived = self._arrived(control.lines(self._log))
+        arrived = self._arrived()
         missing = [rank for rank in range(self._world.world_size) if rank not in arrived]
         if absent := [rank for rank in missing if rank in ended]:
-            return f"rank {', '.join(map(str, absent))} ({_ENDED})"
+            return f"rank {_listed(absent)} ({_ENDED})"
         if missing and now >= deadline:
-            return f"rank {', '.join(map(str, missing))} (did not arrive before the timeout)"
+            return f"rank {_listed(missing)} (did not arrive before the timeout)"
         return self._skipped(missing, now) if asks else None
 
     def _skipped(self, missing: Sequence[int], now: float) -> str | None:
@@ -290,11 +299,11 @@ class _Wait:
         due = self._next_line + SILENT_SECONDS * (None in locations.values())
         if missing and now >= due:
             self._next_line = now + REPEAT_SECONDS
-            where = "; ".join(
+            where = [
                 f"rank {rank} does not answer" if location is None else f"rank {rank} is in {location.words}"
                 for rank, location in locations.items()
-            )
-            logger.warning("rank {} is waiting at {}: {}", self._world.rank, self._location.words, where)
+            ]
+            logger.warning("rank {} is waiting at {}: {}", self._world.rank, self.location.words, _listed(where, "; "))
         for rank, location in locations.items():
             if location is None or not self._is_past(location):
                 self._past_since.pop(rank, None)
@@ -307,5 +316,12 @@ class _Wait:
 
         Such a rank has started more collectives since the previous barrier than this rank.
         """
-        before = self._barriers.collectives
-        return location.collectives - before[location.rank] > self._location.collectives - before[self._location.rank]
+        return location.collectives > self.location.collectives
+
+
+def _listed(items: Sequence[object], separator: str = ", ") -> str:
+    """The first items as text, and the number of the remaining ones."""
+    text = separator.join(map(str, items[:_MAX_LISTED]))
+    if len(items) > _MAX_LISTED:
+        text += f" and {len(items) - _MAX_LISTED} more"
+    return text

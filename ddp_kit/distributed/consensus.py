@@ -17,8 +17,10 @@ from ddp_kit.distributed.control import STORE_ERRORS, Control
 
 _POLL_SECONDS = 0.1  # the interval at which this rank looks whether it has a request; needs no store
 _CLOSED_POLL_SECONDS = 1.0  # the interval between checks whether ranks without an answer have left the loop
+_CLOSED_POLLS_PER_SECOND = 64  # the maximum number of these checks, summed over all ranks
 _ALIVE_SECONDS = 60.0  # the interval between announcements that keep networks from dropping idle connections
 _JOIN_SECONDS = 5.0  # how long to wait for the thread to end
+_DROPPED = "dropped"  # instead of the step after which a request is granted
 
 
 class Purpose(Enum):
@@ -39,10 +41,11 @@ class StepRequest:
 class StepConsensus:
     """Grants a request on all ranks after the same step.
 
-    a rank has a request       its thread writes it to the process group's store, and announces it (see `control.py`)
-    each rank's thread         reads the request, and answers with the current step of the rank's loop; the loop waits
-                               at this step until all ranks have answered
-    all ranks                  grant the request after the largest of these steps
+    a rank has a request       its thread announces it, if no other rank has one (see `control.py`)
+    each rank's thread         answers with the current step of the rank's loop, in a log of the process group's store;
+                               the loop waits at this step until all ranks have answered
+    the last rank to answer    reads the log, and announces the largest of these steps, after which all ranks grant the
+                               request
     end_step()                 called between two steps: returns the request that is granted now, if any
     a rank leaves its loop     its thread writes this to the store; a request that the rank has not answered is dropped
 
@@ -156,39 +159,40 @@ class StepConsensus:
     def _next_request(self, control: Control, key: str, closed: threading.Event) -> StepRequest | None:
         """The next request of this or another rank; None if there is none before the loop ends."""
         alive_at = time.monotonic() + _ALIVE_SECONDS
-        while not control.wait(key, _POLL_SECONDS, closed.is_set):
+        asked = False
+        while (text := control.wait(key, _POLL_SECONDS, closed.is_set)) is None:
             if closed.is_set() or not control.is_open:
                 return None
-            request = self._poll()
+            request = None if asked else self._poll()
             if request is not None:
-                text = f"{self._rank} {request.purpose.value} {request.why}"
-                if control.store.compare_set(key, "", text).decode() == text:  # of several requests, the first counts
-                    control.announce(key)
+                asked = True
+                control.decide(key, f"{request.purpose.value} {request.why}")  # of several requests, the first counts
             elif self._rank == 0 and time.monotonic() >= alive_at:
                 alive_at += _ALIVE_SECONDS
                 control.announce("alive")
-        _, purpose, why = control.store.get(key).decode().split(" ", 2)
+        purpose, why = text.split(" ", 1)
         return StepRequest(Purpose(purpose), why)
 
     def _settle(self, control: Control, loop: str, key: str, request: StepRequest, closed: threading.Event) -> bool:
         """Agree on the step after which the request is granted, and wait until then. Returns False if it is dropped."""
         with self._known:
             self._hold = self._begun
-        answers = control.append(f"{key}/answers", f"{self._rank} {self._hold}")
-        if len(answers) == self._ranks:
-            control.announce(f"{key}/answers")
-        while len(answers) < self._ranks:
-            control.wait(f"{key}/answers", _CLOSED_POLL_SECONDS, closed.is_set)
+        answers = f"{key}/answers"
+        if control.append(answers, f"{self._rank} {self._hold}") == self._ranks:
+            control.decide(answers, str(max(int(line.split()[1]) for line in control.lines(answers))))
+        pause = _CLOSED_POLL_SECONDS + self._rank / _CLOSED_POLLS_PER_SECOND
+        while (last := control.wait(answers, pause, closed.is_set)) is None:
             if closed.is_set() or not control.is_open:
                 return False
-            # In this order: a rank that has left its loop gives no more answers, so all ranks drop the request.
+            # In this order: a rank that has left its loop gives no more answers, so the ranks can drop the request.
             left = control.lines(f"{loop}/closed")
-            answers = control.lines(f"{key}/answers")
-            if not {*left} <= {line.split()[0] for line in answers}:
-                return False
-        last = max(int(line.split()[1]) for line in answers)
+            if left and not {*left} <= {line.split()[0] for line in control.lines(answers)}:
+                control.decide(answers, _DROPPED)
+            pause = max(_CLOSED_POLL_SECONDS, self._ranks / _CLOSED_POLLS_PER_SECOND)
+        if last == _DROPPED:
+            return False
         with self._known:
-            self._agreed = (last, request)
+            self._agreed = (int(last), request)
             self._hold = None
             self._known.notify_all()
             while self._agreed is not None and not closed.is_set():

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.config.settings import TrainerConfig, settings_equal_on_all_ranks
-from ddp_kit.distributed.world import World, gathered, gathered_bytes, host_group
+from ddp_kit.distributed.world import World, gathered, gathered_bytes, host_group, largest
 from ddp_kit.errors import DataError, DdpKitError, LossError
 from ddp_kit.masking import masked
 from ddp_kit.torch_internals import pytree
@@ -296,14 +296,24 @@ def first_difference(
 ) -> Difference | None:
     """The first fact that differs between ranks; None if all are equal. A collective.
 
+    The ranks compare a digest of all their facts, and exchange the facts themselves only if the digests differ.
+
     `groups`: groups of ranks to compare with each other; empty: compare all ranks. `on_host`: whether to exchange the
     facts in host memory, without waiting for the device.
     """
     hosts = host_group(world) if on_host else None
     numbers = [fact if isinstance(fact, int) else digest_of(fact.encode()) for fact in facts.values()]
+    groups = [group for group in groups or [range(world.world_size)] if len(group) > 1]
+    if not groups:
+        return None
+    digest = digest_of(repr(numbers).encode())
+    own = [(digest, -digest) if world.rank in group else (-_MAX_DIGEST, -_MAX_DIGEST) for group in groups]
+    bounds = largest(world, [*chain.from_iterable(own)], hosts)
+    if bounds[::2] == [-negative for negative in bounds[1::2]]:  # the largest and the smallest digest of each group
+        return None
     table = zip(*gathered(world, numbers, hosts), strict=True)
     for (name, fact), values in zip(facts.items(), table, strict=True):
-        for group in groups or [range(world.world_size)]:
+        for group in groups:
             if len({values[rank] for rank in group}) == 1:
                 continue
             by_rank = {rank: values[rank] for rank in group}
@@ -422,6 +432,10 @@ def facts_of_settings(config: TrainerConfig, group: str = "") -> Facts:
 _SETTING = "the setting "
 
 
+_DIGEST_BYTES = 7
+_MAX_DIGEST = 1 << 8 * _DIGEST_BYTES
+
+
 def digest_of(content: bytes) -> int:
-    """A hash of `content`, below 2**63."""
-    return int.from_bytes(blake2b(content, digest_size=7).digest())
+    """A hash of `content`, below 2**56."""
+    return int.from_bytes(blake2b(content, digest_size=_DIGEST_BYTES).digest())

@@ -1,11 +1,16 @@
 """Announcements between the ranks, through the process group's store, without polling it.
 
-The monitored barrier and the step consensus use them: a rank writes what the others need to know to a key of its own,
-and announces a name; the ranks that wait for this name then read the key.
+The monitored barrier and the step consensus use them: a rank announces a name with a text, and the ranks that wait for
+this name get the text.
 
-    announce(name)        number = add("announcements", 1); set the key (rank, number) of each rank, in one request
+    announce(name, text)  number = add("announcements", 1); set the key (rank, number) of each rank, in one request
+    decide(name, text)    announce it, unless another rank has decided; all ranks get the text of the first
     thread of each rank   for number in 1, 2, ...: get the key (rank, number), which blocks until it is set
     wait(name)            wait in this process until the thread has received `name`
+    append(key, line)     append a line to a log, and count it; whoever needs the lines reads the log
+
+No request of a rank, and no answer to it, grows with the number of ranks, except for announcements and logs, which one
+rank sends or reads for all.
 
 A blocked `get` sends nothing. But torch prints warnings if its time limit passes or the process that serves the store
 ends: the time limit is therefore weeks, and rank 0, which may serve the store, announces its end. And nothing but the
@@ -46,7 +51,10 @@ class Control:
         self.group_store = group_store
         """The store of the process group. The reference keeps the server alive in the process that hosts it."""
         self.store: Any = PrefixStore("ddp_kit", group_store.clone())
-        """A connection for short requests of all threads; the store serialises them."""
+        """A connection for short requests of all threads; the store serialises them.
+
+        torch may block its own connection until other ranks come, and this rank must answer them meanwhile.
+        """
         self.received = threading.Condition()
         """Notified when a name was received, and when no more names can be received."""
         self.is_open = True
@@ -55,7 +63,7 @@ class Control:
         self._rank = rank
         self._ranks = ranks
         self._answer_question = answer_question
-        self._names: set[str] = set()
+        self._texts: dict[str, str] = {}  # of the names that were received
         self._number = 0  # of the announcement that the thread waits for
         self._owner = os.getpid()
         blocking = PrefixStore("ddp_kit", group_store.clone())
@@ -65,31 +73,41 @@ class Control:
         atexit.register(self.close)
         Finalize(None, self.close, exitpriority=0)  # because multiprocessing children skip atexit handlers
 
-    def announce(self, name: str) -> None:
-        """Make `name` known to all ranks, this one included."""
+    def announce(self, name: str, text: str = "") -> None:
+        """Make `name` and `text` known to all ranks, this one included."""
         number = self.store.add("announcements", 1)
-        self.store.multi_set([self._key(rank, number) for rank in range(self._ranks)], [name] * self._ranks)
+        keys = [self._key(rank, number) for rank in range(self._ranks)]
+        self.store.multi_set(keys, [f"{name}\n{text}"] * self._ranks)
 
-    def wait(self, name: str, seconds: float | None, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until `name` is announced, and forget it; return False after `seconds`, if closed, or if `unless()`."""
+    def decide(self, name: str, text: str) -> str:
+        """Announce `name` and `text` if no rank has done so; returns the text that counts on all ranks."""
+        own = f"{self._rank} {text}"
+        decided: str = self.store.compare_set(f"{name}/decided", "", own).decode()
+        if decided == own:
+            self.announce(name, text)
+        return decided.partition(" ")[2]
+
+    def wait(self, name: str, seconds: float | None, unless: Callable[[], bool] = lambda: False) -> str | None:
+        """Wait until `name` is announced, forget it and return its text; None after `seconds`, if closed or `unless()`.
+
+        If the name is announced again before it is forgotten, the first text counts.
+        """
         with self.received:
-            self.received.wait_for(lambda: name in self._names or not self.is_open or unless(), seconds)
-            arrived = name in self._names
-            self._names.discard(name)
-            return arrived
+            self.received.wait_for(lambda: name in self._texts or not self.is_open or unless(), seconds)
+            return self._texts.pop(name, None)
 
     def wake(self) -> None:
         """Make the threads that wait in this process look at their `unless`."""
         with self.received:
             self.received.notify_all()
 
-    def append(self, key: str, line: str) -> list[str]:
-        """Append a line to a key of the store that all ranks append to; returns all its lines."""
+    def append(self, key: str, line: str) -> int:
+        """Append a line to a key of the store that all ranks append to; returns the number of lines so far."""
         self.store.append(key, f"{line}\n")
-        return self.lines(key)
+        return self.store.add(f"{key}/count", 1)  # type: ignore[no-any-return]
 
     def lines(self, key: str) -> list[str]:
-        """The lines of a key that ranks append to."""
+        """The lines of a key that ranks append to. The answer is as long as the log: not for all ranks to call."""
         self.store.append(key, "")  # so that the key exists: otherwise the next call would wait for it
         return self.store.get(key).decode().split("\n")[:-1]  # type: ignore[no-any-return]
 
@@ -118,7 +136,7 @@ class Control:
         with suppress(*STORE_ERRORS):  # the store has closed: the job is over
             for self._number in count(1):
                 key = self._key(self._rank, self._number)
-                name = store.get(key).decode()
+                name, _, text = store.get(key).decode().partition("\n")
                 if name == _RANK_0_ENDED or not self.is_open:
                     self.rank_0_ended = self.is_open
                     break
@@ -127,7 +145,7 @@ class Control:
                     self._answer_question(name)
                     continue
                 with self.received:
-                    self._names.add(name)
+                    self._texts.setdefault(name, text)
                     self.received.notify_all()
         self.is_open = False
         self.wake()

@@ -24,7 +24,7 @@ from ddp_kit.env import GPUS_PER_PROCESS, VISIBLE_GPUS, WorkerEnv, from_env, pla
 from ddp_kit.errors import WorldError
 from ddp_kit.state_values import real_number
 from ddp_kit.texts import plural
-from ddp_kit.torch_internals import abort_process_groups, default_store
+from ddp_kit.torch_internals import abort_process_groups, default_store, gather_ranges
 from ddp_kit.uncaught import show_without_traceback
 
 _TIMEOUT = timedelta(minutes=10)  # NCCL's default; gloo's is 30 minutes
@@ -357,11 +357,19 @@ def gathered(world: World, numbers: list[int], hosts: dist.ProcessGroup | None =
     `numbers`: must have the same length on each rank. `hosts`: a group for host memory, instead of the default group.
     """
     row = torch.tensor(numbers, dtype=torch.int64, device=_device_for(world, hosts))
-    rows = [row]
+    rows = row
     if world.world_size > 1:
-        rows = [torch.empty_like(row) for _ in range(world.world_size)]
-        dist.all_gather(rows, row, group=hosts)
-    return [numbers_of_rank.tolist() for numbers_of_rank in rows]
+        rows = row.new_empty(world.world_size * len(numbers))
+        gather_ranges(rows, row, hosts)
+    return rows.view(world.world_size, len(numbers)).tolist()
+
+
+def largest(world: World, numbers: list[int], hosts: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of all ranks' numbers at each position. A collective; the arguments are as for `gathered`."""
+    row = torch.tensor(numbers, dtype=torch.int64, device=_device_for(world, hosts))
+    if world.world_size > 1:
+        dist.all_reduce(row, dist.ReduceOp.MAX, group=hosts)
+    return row.tolist()
 
 
 def gathered_bytes(content: bytes, world: World, hosts: dist.ProcessGroup | None = None) -> list[bytes]:

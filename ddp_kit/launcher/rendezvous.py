@@ -45,7 +45,6 @@ _CONF_NUMBERS = ("timeout", *_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT)
 # torchrun never reads other settings. Source (torch 2.13): dynamic_rendezvous.py, c10d_rendezvous_backend.py and
 # static_tcp_rendezvous.py.
 _NUMBERS_OF = {"c10d": (*_TIMEOUTS, *_KEEP_ALIVE, _REPLACEMENT), "static": ("timeout", _REPLACEMENT)}
-_POSITIVE = (*_TIMEOUTS, _REPLACEMENT)
 _MAX_SECONDS = 1e9  # 30 years; system calls do not accept much larger values
 _YES = ("1", "true", "t", "yes", "y")
 _NO = ("0", "false", "f", "no", "n")
@@ -95,11 +94,6 @@ class Rendezvous:
         if self.group_rank == 0 and self.local_addr:
             return self.local_addr
         return self.host
-
-    @property
-    def set_by_master_flags(self) -> bool:
-        """Whether --master-addr and --master-port set the endpoint."""
-        return self.backend == "static" and self.endpoint_source.startswith("--master-addr")
 
 
 def read(torchrun: Mapping[str, Any], place: JobPlace | None = None) -> Rendezvous:
@@ -279,7 +273,7 @@ def _numbers(conf: Mapping[str, str], backend: str) -> dict[str, float]:
         number = _number(conf[name])
         if _is_usable(name, number):
             numbers[name] = number
-        elif name in _NUMBERS_OF.get(backend, ()) and (math.isnan(number) or name in _POSITIVE):
+        elif name in _NUMBERS_OF.get(backend, ()) and (math.isnan(number) or name in (*_TIMEOUTS, _REPLACEMENT)):
             raise UsageError(
                 f"--rdzv-conf {name}={conf[name]} is not a number greater than 0", f"for example: {name}=30"
             )
@@ -301,9 +295,6 @@ def _is_usable(name: str, number: float) -> bool:
 # --- Cluster ----------------------------------------------------------------------------------------------------------
 
 
-_ENDPOINT_FLAGS = {"rdzv_backend", "rdzv_endpoint"}
-
-
 def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpec:
     """Complete the launch settings with this node's rank and the rendezvous settings from the cluster's variables.
 
@@ -320,7 +311,7 @@ def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpe
     settings = dict(spec.torchrun)
     if "nnodes" not in spec.given:
         settings["nnodes"] = str(place.nodes)
-    if _is_one_node(settings) or _ENDPOINT_FLAGS & spec.given:
+    if _is_one_node(settings) or {"rdzv_backend", "rdzv_endpoint"} & spec.given:
         if "node_rank" not in spec.given and not _is_one_node(settings):
             settings["node_rank"] = place.node_rank
         return spec._replace(torchrun=MappingProxyType(settings), place=place)

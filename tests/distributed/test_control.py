@@ -32,8 +32,8 @@ def test_control_makes_no_requests_while_nothing_happens(monkeypatch: pytest.Mon
         rank.begin()
     for _ in range(100):
         assert [rank.end_step() for rank in ranks] == [None, None]
-    controls[1].announce("name")
-    assert all(control.wait("name", seconds(60)) for control in controls)
+    controls[1].announce("name", "text")
+    assert [control.wait("name", seconds(60)) for control in controls] == ["text", "text"]
     for rank in ranks:
         rank.close()
     for control in controls:

@@ -484,8 +484,8 @@ def test_launch_with_too_few_descriptors_advises_a_higher_limit(script: Script) 
     limited = ("sh", "-c", 'ulimit -n 22 && exec "$@"', "sh", DDPKIT)
     done = launching.run(*limited, "launch", "--nproc-per-node", 2, script("print('started')"))
     assert done.returncode == 3, done.stderr
-    assert "Too many open files" in done.stderr
-    assert "hint: the limit of open files is reached: run `ulimit -n 65536`" in done.stderr
+    assert "needs 91 open files in this process, which serves its store; the hard limit is 22" in done.stderr
+    assert "hint: raise it first: ulimit -n 91" in done.stderr
     assert "space" not in done.stderr
 
 

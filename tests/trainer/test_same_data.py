@@ -122,6 +122,9 @@ def test_sample_comparison_of_a_slow_dataset_fetches_one_sample(monkeypatch: pyt
     assert data.asked == [0]
 
 
+DIFFERENT_DIGESTS = [9, -8]  # the largest digest of the ranks, and the smallest one with another sign
+
+
 @pytest.mark.parametrize(
     ("samples", "described", "reporter"),
     [
@@ -136,6 +139,7 @@ def test_sample_comparison_of_a_slow_dataset_fetches_one_sample(monkeypatch: pyt
 def test_check_agreement_names_the_minority_which_reports_it(
     monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], described: str, reporter: int | None, text: bool
 ) -> None:
+    monkeypatch.setattr(consistency, "largest", lambda *_: DIFFERENT_DIGESTS)
     monkeypatch.setattr(consistency, "gathered", lambda world, numbers, group: [[each] for each in samples])
     reporting = []
     for rank, own in enumerate(samples):
@@ -164,6 +168,7 @@ def test_which_differ_compares_ranks_with_the_majority(values: str, words: str) 
 def _differ(monkeypatch: pytest.MonkeyPatch, name: str, facts: list[consistency.Facts]) -> str:
     """What rank 0 says if the ranks have these facts. Every rank exchanges what it would really send."""
     numbers = [[consistency.digest_of(value.encode()) for value in each.values()] for each in facts]  # type: ignore[union-attr]
+    monkeypatch.setattr(consistency, "largest", lambda *_: DIFFERENT_DIGESTS)
     monkeypatch.setattr(consistency, "gathered", lambda *_: numbers)
     sent: list[bytes] = []
 

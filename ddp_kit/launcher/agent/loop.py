@@ -18,7 +18,6 @@ from ddp_kit.launcher.plan import Plan
 from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.client import WarmServer
 
-_CONNECTIONS = 2  # from each worker to the workers' store
 _POLL_SECONDS = 0.1  # on systems other than Linux, where nothing wakes the agent when a worker ends
 
 
@@ -176,7 +175,7 @@ class Agent:
         if not self._plan.agent_serves_store:
             listening.close()
             return None
-        allow_connections(_CONNECTIONS * assignment.world_size)
+        allow_connections(assignment.group_world_size, assignment.world_size, len(self._plan.workers))
         return TCPStore(
             own_loopback(assignment.master_addr),
             assignment.master_port,

@@ -267,7 +267,6 @@ _REMOVED = "the job removed this node: its heartbeat stopped, or another node jo
 _NO_TIMEOUT = timedelta(days=7)  # long, because torch writes to the terminal when a wait times out
 _HANDSHAKE = timedelta(seconds=30)
 _BEATS_PER_TIMEOUT = 6
-_CONNECTIONS = 3  # per node, while it joins
 _RETRY_SECONDS = 0.2
 _CLOSE_SECONDS = 30.0
 
@@ -383,7 +382,7 @@ class MultiNodeLink:
 
     def _register(self, node: Node, rendezvous: Rendezvous) -> Node:
         """Connect to the rendezvous, get a node number, and open a port for the workers' store."""
-        self._store = self._connect(rendezvous.run_id, rendezvous.is_host)
+        self._store = self._connect(rendezvous.run_id, rendezvous.is_host, node.processes)
         self._orders = self._store.clone()  # a separate connection, because it blocks most of the time
         number = self._store.add(NODES, 1) - 1
         address = node.address
@@ -402,13 +401,14 @@ class MultiNodeLink:
             self._store.set(_JOB, rendezvous.run_id)  # other nodes wait for this key, so that the host gets number 0
         return replace(node, number=number, address=address, port=port)
 
-    def _connect(self, run_id: str, is_host: bool | None) -> Any:
+    def _connect(self, run_id: str, is_host: bool | None, processes: int) -> Any:
         if self._port == 0:
             raise LaunchError(
                 "port 0 cannot be used with several nodes",
                 "set the same port on all nodes: --rdzv-endpoint HOST:PORT",
             )
         if is_host or (is_host is None and is_local(self._host)):
+            allow_connections(self._limits.min_nodes, self._limits.min_nodes * processes, processes)
             try:
                 return self._serve()
             except LaunchError:
@@ -430,7 +430,6 @@ class MultiNodeLink:
 
     def _serve(self) -> TCPStore:
         listening = listen(self._host, self._port)
-        allow_connections(_CONNECTIONS * self._limits.max_nodes)
         store = TCPStore(
             own_loopback(self._host),
             self._port,

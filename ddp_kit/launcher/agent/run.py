@@ -22,7 +22,7 @@ from ddp_kit.launcher.agent import torchrun
 from ddp_kit.launcher.agent.inbox import Inbox, StoppedError
 from ddp_kit.launcher.agent.loop import Agent, RunResult
 from ddp_kit.launcher.agent.nodes import MultiNodeLink, SingleNodeLink
-from ddp_kit.launcher.agent.sockets import is_local
+from ddp_kit.launcher.agent.sockets import allow_connections, is_local
 from ddp_kit.launcher.agent.waiting import Commands
 from ddp_kit.launcher.job import Node
 from ddp_kit.launcher.output import open_log
@@ -145,12 +145,12 @@ def _link(plan: Plan, inbox: Inbox, print_message: PrintMessage) -> SingleNodeLi
     if limits.max_nodes == 1:
         is_host = rendezvous.is_host if static else is_local(rendezvous.host)
         if is_host:
+            allow_connections(1, node.processes, node.processes)
             return SingleNodeLink(node, limits, inbox)
     if static and rendezvous.is_host:
         _check_host(rendezvous, print_message)
-    master = None
-    if rendezvous.set_by_master_flags:
-        master = (rendezvous.host, node.port)
+    by_master_flags = static and rendezvous.endpoint_source.startswith("--master-addr")
+    master = (rendezvous.host, node.port) if by_master_flags else None
     commands = Commands(plan.spec.flags, plan.spec.script_as_typed, limits.max_nodes, static, master)
     return MultiNodeLink(node, rendezvous, inbox, print_message, plan.shutdown_timeout, commands)
 

@@ -8,10 +8,13 @@ from contextlib import suppress
 
 from ddp_kit.errors import LaunchError
 from ddp_kit.launcher.rendezvous import holder
+from ddp_kit.texts import plural
 
 _BACKLOG = 4096  # nodes that may connect at the same moment
-_OTHER_DESCRIPTORS = 256
-_MAX_CONNECTIONS = 1 << 20  # the kernel's own limit, fs.nr_open
+_PER_NODE = 3  # two connections, and one while the node joins
+_PER_RANK = 4  # connections of torch, of its NCCL, and two of `distributed/control.py`
+_PER_LOCAL_RANK = 8  # pipes for the output, log files, the process, its GPU
+_OTHER_DESCRIPTORS = 64
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -37,14 +40,22 @@ def listen(address: str, port: int) -> socket.socket:
         raise LaunchError(f"cannot listen on port {port}: {error.strerror}", "set another port") from None
 
 
-def allow_connections(count: int) -> None:
-    """Raise the soft limit on open files (often 1024) to allow `count` connections, but not above the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(count, _MAX_CONNECTIONS) + _OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        if hard != resource.RLIM_INFINITY:
-            wanted = min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def allow_connections(nodes: int, ranks: int, local_ranks: int) -> None:
+    """Raise the soft limit on open files (often 1,024) to the hard limit, because this process serves a job's stores.
+
+    Raises `LaunchError` if the hard limit is too low for a job of this size.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    needed = _OTHER_DESCRIPTORS + nodes * _PER_NODE + ranks * _PER_RANK + local_ranks * _PER_LOCAL_RANK
+    if hard == resource.RLIM_INFINITY:  # not on Linux
+        return
+    if needed > hard:
+        raise LaunchError(
+            f"a job of {plural(ranks, 'rank')} on {plural(nodes, 'node')} needs {needed:,} open files in this process, "
+            f"which serves its store; the hard limit is {hard:,}",
+            f"raise it first: ulimit -n {needed}; in a container: docker run --ulimit nofile={needed}",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def is_loopback(host: str) -> bool:
