@@ -106,9 +106,9 @@ def state(run: RunHistory) -> str:
 
 
 def _endings(run: RunHistory) -> Iterator[Finding]:
-    for attempt in run.attempts:
+    for number, attempt in enumerate(run.attempts, 1):
         for text in dict.fromkeys(end.get("text", "") for end in attempt.ends if end["exit_code"]):
-            which = f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
+            which = f"Attempt {number} of {len(run.attempts)}"
             yield Finding(f"{which}: {text}", is_problem=attempt.failed)
     lost = 0.0
     repeats = ""
@@ -136,7 +136,7 @@ def _time_of_step(attempt: Attempt, step: int, run: RunHistory) -> float:
     """
     if latest := [end["time"] for end in attempt.ends if end.get("step") == step]:
         return float(max(latest))
-    rows = [row for row in run.rows if row["attempt"] == attempt.name and row["step"] <= step]
+    rows = [row for row in run.rows_by_attempt.get(attempt.name, ()) if row["step"] <= step]
     before = max((attempt.begin, *rows), key=lambda line: line["step"])
     ends = [end for end in attempt.ends if (end.get("step") or 0) >= step]
     after = min(ends, key=lambda line: line["step"]) if step and ends else before

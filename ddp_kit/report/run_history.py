@@ -96,6 +96,14 @@ class RunHistory:
         return sum(end - begin for begin, end in self.periods)
 
     @cached_property
+    def rows_by_attempt(self) -> Mapping[str, Sequence[Line]]:
+        """The lines of `rows`, by the name of their attempt."""
+        grouped: dict[str, list[Line]] = {}
+        for row in self.rows:
+            grouped.setdefault(row["attempt"], []).append(row)
+        return grouped
+
+    @cached_property
     def periods(self) -> list[tuple[float, float]]:
         """The times at which each attempt began and ended.
 

@@ -154,7 +154,7 @@ _USER_CODE = {phase.description for phase in Phase if phase.in_user_code} | {Pha
 
 def render(hosts: HostReadings, width: int) -> RenderableType:
     """Render the jobs as tables, with as many columns as fit into `width` characters."""
-    parts = list(_before_jobs(hosts))
+    parts: list[RenderableType] = list(_before_jobs(hosts))
     for job in hosts.jobs:
         parts += [*_head(job, width), _rank_table(job, width, range(len(job.ranks))), Text("")]
     return Group(*parts)
