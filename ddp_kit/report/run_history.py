@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import median
+from sys import intern
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -317,7 +318,7 @@ class _Reader:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # also pydantic's errors
             self.unreadable += bool(line)
         else:
-            yield content
+            yield {intern(name): value for name, value in content.items()}  # lines share the names, 1.4 kB per row
 
 
 def _finite(text: str) -> float | None:
