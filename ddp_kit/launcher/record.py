@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
-from ddp_kit.devices.gpus import gpu_usage_reader
+from ddp_kit.devices.samples import SAMPLE_SECONDS, SampleFile, machine_sampler
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_DEFAULT, RECORD_NOTE, ROUND_FILE, noted_record_folders
 from ddp_kit.launcher.output import open_log
 
@@ -81,12 +79,9 @@ class RoundFile:
 
 
 # --- Run record -------------------------------------------------------------------------------------------------------
-# Once a second, the launcher adds a sample of the state of its machine to the record. At the end of each attempt, it
+# Once a second, the launcher takes a sample of the state of its machine for the record. At the end of each attempt, it
 # adds how the attempt ended. The workers write to a file in the attempt's folder which records these are: those of the
 # Trainers that are training; if none is, that of the one that trained last. Format: docs/run-record.md.
-
-
-_SECONDS = 1.0
 
 
 class RecordKeeper:
@@ -135,34 +130,22 @@ class RecordKeeper:
 
     def _sample(self) -> None:
         while not self._folders:
-            if self._ending.wait(_SECONDS):
+            if self._ending.wait(SAMPLE_SECONDS):
                 return
             self._find()
-        psutil.cpu_percent()  # the next call measures from here
-        with gpu_usage_reader() as read_gpus:
-            while not self._ending.wait(_SECONDS):
-                memory = psutil.virtual_memory()
-                gpus = [
-                    {
-                        "index": gpu.index,
-                        "load": None if gpu.load is None else gpu.load / 100,
-                        "memory": gpu.memory_used,
-                        "memory_total": gpu.memory_total,
-                        "power": gpu.power,
-                        "temperature": gpu.temperature,
-                    }
-                    for gpu in read_gpus()
-                ]
-                sample = {
-                    "time": time.time(),
-                    "cpu": psutil.cpu_percent() / 100,
-                    "memory": memory.total - memory.available,
-                    "memory_total": memory.total,
-                    "gpus": gpus,
-                }
+        files: dict[Path, SampleFile] = {}
+        with machine_sampler() as sample:
+            while not self._ending.wait(SAMPLE_SECONDS):
+                now = sample()
                 self._find()  # another Trainer may have begun
+                for folder in files.keys() - self._folders:
+                    files.pop(folder).close()
                 for folder in self._folders:
-                    _add(folder / f"samples-{self._node}.jsonl", sample)
+                    if folder not in files:
+                        files[folder] = SampleFile(folder / f"samples-{self._node}.jsonl")
+                    files[folder].add(now)
+        for file in files.values():
+            file.close()
 
 
 def _add(path: Path, line: Mapping[str, Any]) -> None:

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from ddp_kit.errors import UsageError
+from ddp_kit.report.machine_load import NodeLoad
 from ddp_kit.report.run_history import Line, RunHistory
 from ddp_kit.texts import GIB
 
@@ -21,8 +21,8 @@ _POINTS = 600
 _POINTS_OF_CHART = 2000
 """Maximum number of points in a chart, over all its lines, to keep the page small."""
 _LEAST_POINTS = 100
-_MOST_LINES = 16
-"""Maximum number of ranks or GPUs with a line each; for more, only the lowest, median and highest value are drawn."""
+MOST_LINES = 16
+"""Maximum number of ranks, GPUs or nodes with a line each; of more, the lowest, median and highest value are drawn."""
 _ROW_FIELDS = {
     "event", "step", "attempt", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
     "step_seconds", "slowest_rank", "slowest_factor", "rank_seconds", "rank_memory", "compilations",
@@ -156,22 +156,38 @@ class _Builder:
     def machine(self, number: int) -> Iterator[Chart]:
         run = self._runs[number]
         began = run.attempts[0].begin["time"]
-        for node, samples in run.samples.items():
-            where = ""
-            if len(run.samples) > 1:
-                where = f" on node {node}"
-            lines = [{**line, "minutes": (line["time"] - began) / 60} for line in samples]
-            count = max((len(line.get("gpus", ())) for line in lines), default=0)
-            for field, title, unit, scale in (
-                ("load", "Load of the GPUs", "%", 100.0),
-                ("memory", "Memory in use on the GPUs", "GiB", 1 / GIB),
-                ("power", "Power of the GPUs", "W", 1.0),
-                ("temperature", "Temperature of the GPUs", "°C", 1.0),
-            ):
-                values = _each_or_range("GPU", count, lambda gpu, f=field, s=scale: _gpu(f, gpu, s))  # type: ignore[misc]
-                yield self._over_time(f"gpu-{field}-{node}", f"{title}{where}", unit, number, lines, values)
-            host = {"processors": _field("cpu", 100.0), "memory": _share("memory", "memory_total")}
-            yield self._over_time(f"host-{node}", f"Load of the host{where}", "%", number, lines, host)
+        times = run.machines.times
+        lines = [{"part": part, "minutes": (time - began) / 60} for part, time in enumerate(times)]
+        nodes = run.machines.nodes
+        if len(nodes) > MOST_LINES:
+            yield from self._machine(number, f" on {len(nodes)} nodes", "all", lines, list(nodes.values()))
+            return
+        for node, load in nodes.items():
+            where = f" on node {node}" if len(nodes) > 1 else ""
+            yield from self._machine(number, where, node, lines, [load])
+
+    def _machine(
+        self, number: int, where: str, node: str, lines: Sequence[Line], loads: Sequence[NodeLoad]
+    ) -> Iterator[Chart]:
+        """The charts of one node, or of many nodes together."""
+        for field, title, unit, scale in (
+            ("load", "Load of the GPUs", "%", 100.0),
+            ("memory", "Memory in use on the GPUs", "GiB", 1 / GIB),
+            ("power", "Power of the GPUs", "W", 1.0),
+            ("temperature", "Temperature of the GPUs", "°C", 1.0),
+        ):
+            gpus = [_of_part(gpu, scale) for load in loads for gpu in load.gpus[field]]
+            values = _each_or_range("GPU", len(gpus), gpus.__getitem__)
+            yield self._over_time(f"gpu-{field}-{node}", f"{title}{where}", unit, number, lines, values)
+        host: dict[str, _Value] = {}
+        for field, label in (("cpu", "processors"), ("memory", "memory")):
+            nodes = [_of_part(load.host[field], 100.0) for load in loads]
+            if len(nodes) == 1:
+                host[label] = nodes[0]
+            else:
+                ranges = _each_or_range("node", len(nodes), nodes.__getitem__)
+                host |= {f"{label}: {name}": value for name, value in ranges.items()}
+        yield self._over_time(f"host-{node}", f"Load of the host{where}", "%", number, lines, host)
 
     def _over_time(
         self, slug: str, title: str, unit: str, number: int, lines: Sequence[Line], values: "Mapping[str, _Value]"
@@ -215,17 +231,8 @@ def _of_ranks(name: str, rows: Sequence[Line], scale: float) -> dict[str, _Value
     return _each_or_range("rank", max((len(row.get(name, ())) for row in rows), default=0), of_rank)
 
 
-def _gpu(field: str, index: int, scale: float) -> _Value:
-    return lambda line: _number(next(islice(line.get("gpus", ()), index, None), dict[str, Any]()).get(field), scale)
-
-
-def _share(part: str, whole: str) -> _Value:
-    def value(line: Line) -> float | None:
-        used = _number(line.get(part))
-        total = _number(line.get(whole))
-        return 100 * used / total if used is not None and total else None
-
-    return value
+def _of_part(values: Sequence[float], scale: float) -> _Value:
+    return lambda line: _number(values[line["part"]], scale)
 
 
 def _points(pick: Callable[[list[float]], float], groups: Iterable[list[float]]) -> Values:
@@ -238,7 +245,7 @@ def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> 
 
     If there are many ranks or GPUs, there are instead three functions, for the lowest, median and highest value.
     """
-    if count <= _MOST_LINES:
+    if count <= MOST_LINES:
         return {f"{what} {index}": value_of(index) for index in range(count)}
     values = [value_of(index) for index in range(count)]
 

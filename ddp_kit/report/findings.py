@@ -1,13 +1,16 @@
 """The findings of a report as text: findings about the profiles of a run, and about the run itself."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from math import isnan
 from pathlib import Path
 from statistics import fmean, median
 
 from ddp_kit.errors import UsageError
-from ddp_kit.report.run_history import Attempt, Line, RunHistory
+from ddp_kit.report.charts import MOST_LINES
+from ddp_kit.report.machine_load import is_number
+from ddp_kit.report.run_history import Attempt, RunHistory
 from ddp_kit.report.trace_analysis import Operation, lines, read_trace
 from ddp_kit.texts import duration_text, plural, size_text
 
@@ -103,9 +106,9 @@ def state(run: RunHistory) -> str:
 
 
 def _endings(run: RunHistory) -> Iterator[Finding]:
-    for attempt in run.attempts:
+    for number, attempt in enumerate(run.attempts, 1):
         for text in dict.fromkeys(end.get("text", "") for end in attempt.ends if end["exit_code"]):
-            which = f"Attempt {run.attempts.index(attempt) + 1} of {len(run.attempts)}"
+            which = f"Attempt {number} of {len(run.attempts)}"
             yield Finding(f"{which}: {text}", is_problem=attempt.failed)
     lost = 0.0
     repeats = ""
@@ -133,7 +136,7 @@ def _time_of_step(attempt: Attempt, step: int, run: RunHistory) -> float:
     """
     if latest := [end["time"] for end in attempt.ends if end.get("step") == step]:
         return float(max(latest))
-    rows = [row for row in run.rows if row["attempt"] == attempt.name and row["step"] <= step]
+    rows = [row for row in run.rows_by_attempt.get(attempt.name, ()) if row["step"] <= step]
     before = max((attempt.begin, *rows), key=lambda line: line["step"])
     ends = [end for end in attempt.ends if (end.get("step") or 0) >= step]
     after = min(ends, key=lambda line: line["step"]) if step and ends else before
@@ -158,7 +161,7 @@ def _loss(run: RunHistory) -> Iterator[Finding]:
             "lower the learning rate, or set max_grad_norm",
             is_problem=True,
         )
-    evaluated = [(line["eval_loss"], line["step"]) for line in run.evaluations if _is_number(line.get("eval_loss"))]
+    evaluated = [(line["eval_loss"], line["step"]) for line in run.evaluations if is_number(line.get("eval_loss"))]
     if len(evaluated) > 2:
         lowest, step = min(evaluated)
         last = evaluated[-1][0]
@@ -193,7 +196,7 @@ def _throughput(run: RunHistory) -> Iterator[Finding]:
     rates = [
         row["samples_per_second"]
         for row in run.rows
-        if row.get("attempt") == run.last.name and _is_number(row.get("samples_per_second"))
+        if row.get("attempt") == run.last.name and is_number(row.get("samples_per_second"))
     ][1:]  # the first interval includes the warm-up
     if len(rates) < 2 * _ENOUGH_ROWS:
         return
@@ -211,7 +214,7 @@ def _throughput(run: RunHistory) -> Iterator[Finding]:
 def _memory(run: RunHistory) -> Iterator[Finding]:
     peaks = [max(row["rank_memory"]) for row in run.rows if row.get("rank_memory")]
     planned = run.last.begin.get("planned_memory")
-    if peaks and _is_number(planned) and planned:
+    if peaks and is_number(planned) and planned:
         share = max(peaks) / planned - 1
         if abs(share) > _OFF_PLAN:
             yield Finding(
@@ -221,50 +224,46 @@ def _memory(run: RunHistory) -> Iterator[Finding]:
 
 
 def _machine(run: RunHistory) -> Iterator[Finding]:
-    for node, samples in run.samples.items():
-        where = "the machine"
-        if len(run.samples) > 1:
-            where = f"node {node}"
-        used = [loads for loads in _loads(samples) if loads and max(loads) > 0]
-        ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
+    idle = {}
+    full = {}
+    ranks, nodes = (run.last.begin.get(name) or 1 for name in ("ranks", "nodes"))
+    for node, load in run.machines.nodes.items():
+        loads = [[value for value in values if not isnan(value)] for values in load.gpus["load"]]
+        used = [of_gpu for of_gpu in loads if of_gpu and max(of_gpu) > 0]
         shared = len(used) > ranks // nodes  # with other jobs, which may cause the load
         busy = fmean([*chain.from_iterable(used)] or [1.0])
         if busy < _IDLE_GPU and not shared:
-            yield Finding(
-                f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where the time of a step "
-                "goes",
-                is_problem=True,
-            )
-        shares = [
-            line["memory"] / line["memory_total"]
-            for line in samples
-            if _is_number(line.get("memory")) and _is_number(line.get("memory_total")) and line["memory_total"]
-        ]
-        if shares and max(shares) > _FULL_HOST:
-            yield Finding(
-                f"The host memory of {where} was {max(shares):.0%} full; when it runs out, the kernel kills a process: "
-                "use fewer DataLoader workers, or smaller samples",
-                is_problem=True,
-            )
+            idle[node] = busy
+        if load.fullest > _FULL_HOST:
+            full[node] = load.fullest
+    for where, busy in _of_nodes(idle, min, run):
+        yield Finding(
+            f"The GPUs of {where} were busy for {busy:.0%} of the time: the report shows where the time of a step goes",
+            is_problem=True,
+        )
+    for where, share in _of_nodes(full, max, run):
+        yield Finding(
+            f"The host memory of {where} was {share:.0%} full; when it runs out, the kernel kills a process: "
+            "use fewer DataLoader workers, or smaller samples",
+            is_problem=True,
+        )
 
 
-def _loads(samples: Sequence[Line]) -> list[list[float]]:
-    count = max((len(line.get("gpus", ())) for line in samples), default=0)
-    return [
-        [
-            line["gpus"][index]["load"]
-            for line in samples
-            if index < len(line.get("gpus", ())) and _is_number(line["gpus"][index].get("load"))
-        ]
-        for index in range(count)
-    ]
+def _of_nodes(
+    values: Mapping[str, float], pick: Callable[[Iterable[float]], float], run: RunHistory
+) -> Iterator[tuple[str, float]]:
+    """Names of nodes, each with its value; of many nodes, only the one that `pick` chooses."""
+    if len(run.machines.nodes) == 1:
+        yield from (("the machine", value) for value in values.values())
+    elif len(values) <= MOST_LINES:
+        yield from ((f"node {node}", value) for node, value in values.items())
+    else:
+        extreme = pick(values.values())
+        node = next(node for node, value in values.items() if value == extreme)
+        yield f"node {node}, and of {plural(len(values) - 1, 'other node')} that are alike,", extreme
 
 
 def _record(run: RunHistory) -> Iterator[Finding]:
     if run.unreadable:
         lines = plural(run.unreadable, "line")
         yield Finding(f"{lines} of the record cannot be read and are ignored", is_problem=True)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import median
+from sys import intern
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_FOLDER, RECORD_ROWS
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.report.machine_load import MachineLoad, machine_load
 
 _FORMAT = 1
 _SAMPLES = "samples-*.jsonl"
@@ -27,6 +29,10 @@ _QUIET_SECONDS = 30.0
 """Seconds without a new line after which a run without a recorded end no longer counts as running, if it logs often."""
 _QUIET_ROWS = 5
 """The same for a run that logs rarely, as a multiple of the time between two rows."""
+_QUIET_SAMPLES = 2
+"""The same for an old run, whose samples are rare, as a multiple of the time between two samples."""
+_SAMPLE_LINES = 200_000
+"""About how many lines with samples are read, of all nodes together; of larger files, lines are skipped evenly."""
 
 Line = Mapping[str, Any]
 
@@ -71,8 +77,8 @@ class RunHistory:
     rows: tuple[Line, ...]
     """Lines with training metrics, one per log point."""
     evaluations: tuple[Line, ...]
-    samples: Mapping[str, tuple[Line, ...]]
-    """Samples of the machine's load, by node number."""
+    machines: MachineLoad
+    """The load of the nodes' machines."""
     traces: tuple[Path, ...]
     """Trace files of torch.profiler."""
     unreadable: int
@@ -89,6 +95,14 @@ class RunHistory:
     def seconds(self) -> float:
         """Seconds in which the run was running: without the time between two commands."""
         return sum(end - begin for begin, end in self.periods)
+
+    @cached_property
+    def rows_by_attempt(self) -> Mapping[str, Sequence[Line]]:
+        """The lines of `rows`, by the name of their attempt."""
+        grouped: dict[str, list[Line]] = {}
+        for row in self.rows:
+            grouped.setdefault(row["attempt"], []).append(row)
+        return grouped
 
     @cached_property
     def periods(self) -> list[tuple[float, float]]:
@@ -130,10 +144,12 @@ class RunHistory:
         """Whether the run is probably still running: it has no recorded end, and its last line is recent."""
         if self.last.ends or self.last.done is not None or self.last.stop is not None:
             return False
-        lines = [*self.rows, *self.evaluations, *(line for lines in self.samples.values() for line in lines[-1:])]
-        latest = max([self.last.begin["time"], *(line["time"] for line in lines)])
+        nodes = self.machines.nodes.values()
+        lines = [self.last.begin, *self.rows, *self.evaluations]
+        latest = max([*(line["time"] for line in lines), *(node.last for node in nodes)])
         intervals = [after["time"] - before["time"] for before, after in pairwise(self.rows[-_QUIET_ROWS:])]
-        quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals or [0.0]))
+        samples = [_QUIET_SAMPLES * node.seconds for node in nodes]
+        quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals or [0.0]), *samples)
         return bool(abs(self.read_at - latest) < quiet)
 
 
@@ -185,16 +201,17 @@ def _read(record: Path, name: str) -> RunHistory:
     reader = _Reader()
     attempts = _attempts(record, list(reader.lines(record / RECORD_ATTEMPTS, _EVENTS)))
     rows = list(reader.lines(record / RECORD_ROWS, _ROWS))
+    paths = sorted(record.glob(_SAMPLES))
     samples = {
-        path.stem.removeprefix("samples-"): tuple(reader.lines(path, {None: _Sample}))
-        for path in sorted(record.glob(_SAMPLES))
+        path.stem.removeprefix("samples-"): reader.lines(path, {None: _Sample}, _SAMPLE_LINES // len(paths))
+        for path in paths
     }
     return RunHistory(
         name,
         attempts,
         tuple(line for line in rows if line["event"] == "train"),
         tuple(line for line in rows if line["event"] == "eval"),
-        samples,
+        machine_load(samples),
         _recorded(attempts, "rank*_steps*.json.gz"),
         reader.unreadable,
         time.time(),
@@ -254,6 +271,7 @@ class _Row(_Placed):
 
 
 class _Sample(_Timed):
+    seconds: Annotated[int, Field(gt=0, lt=1 << 31)] = 1
     gpus: list[dict[str, Any]] = []
 
 
@@ -268,30 +286,39 @@ class _Reader:
     def __init__(self) -> None:
         self.unreadable = 0
 
-    def lines(self, path: Path, kinds: _Kinds) -> Iterator[Line]:
-        """Yield the valid lines of a file. Lines with an unknown event are skipped. `kinds`: models by event."""
+    def lines(self, path: Path, kinds: _Kinds, most: int | None = None) -> Iterator[Line]:
+        """Yield the valid lines of a file. Lines with an unknown event are skipped. `kinds`: models by event.
+
+        `most`: about how many lines are read of a larger file, evenly distributed; None: all.
+        """
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            with path.open(encoding="utf-8", errors="replace") as file:
+                first = file.readline()
+                every = 1
+                if most is not None:
+                    every += path.stat().st_size // (len(first) * most + 1)
+                for line in chain([first], islice(file, every - 1, None, every)):
+                    if line.endswith("\n") or line is first:  # otherwise, the last line is not complete yet
+                        yield from self._content(path, line.rstrip("\n"), kinds)
         except FileNotFoundError:
             return
         except OSError as error:
             raise UsageError(f"{path} cannot be read: {error.strerror}", "check the permissions of the file") from None
-        whole, _, torn = text.rpartition("\n")
-        if not whole and torn:
-            whole = torn  # the file has only one line, without a newline
-        for line in whole.split("\n"):
-            try:
-                content = json.loads(line, parse_float=_finite, parse_int=_finite_int, parse_constant=lambda _: None)
-                event = content.get("event")
-                if isinstance(event, str | None) and event not in kinds:
-                    continue  # of a later version
-                if event == "begin":
-                    _check_format(path, content)
-                kinds[event].model_validate(content)
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # also pydantic's errors
-                self.unreadable += bool(line)
-            else:
-                yield content
+
+    def _content(self, path: Path, line: str, kinds: _Kinds) -> Iterator[Line]:
+        """Yield the content of a line, if it is valid and not of a later version."""
+        try:
+            content = _DECODER.decode(line)
+            event = content.get("event")
+            if isinstance(event, str | None) and event not in kinds:
+                return
+            if event == "begin":
+                _check_format(path, content)
+            kinds[event].model_validate(content)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # also pydantic's errors
+            self.unreadable += bool(line)
+        else:
+            yield {intern(name): value for name, value in content.items()}  # lines share the names, 1.4 kB per row
 
 
 def _finite(text: str) -> float | None:
@@ -302,6 +329,9 @@ def _finite(text: str) -> float | None:
 
 def _finite_int(text: str) -> int | float | None:
     return int(text) if len(text) < 19 else _finite(text)
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_int=_finite_int, parse_constant=lambda _: None)
 
 
 def _check_format(path: Path, begin: Line) -> None:

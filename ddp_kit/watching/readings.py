@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,12 @@ def _rank(worker: WorkerRecord, host: str, cards: Sequence[GpuUsage]) -> RankRea
 
 def from_json(text: str) -> tuple[JobReading, ...]:
     """Parse the output of `ddpkit top --once --json`. Raises `ValueError` if a value is missing or has a wrong type."""
-    return TypeAdapter(tuple[JobReading, ...]).validate_json(text)
+    return _adapter().validate_json(text)
+
+
+@cache  # creating one takes longer than reading a host's output
+def _adapter() -> TypeAdapter[tuple[JobReading, ...]]:
+    return TypeAdapter(tuple[JobReading, ...])
 
 
 def as_json(jobs: Sequence[JobReading]) -> list[dict[str, Any]]:

@@ -10,12 +10,13 @@ import termios
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.segment import SegmentLines
+from rich.segment import Segment, SegmentLines
 from rich.table import Table
 from rich.text import Text
 
@@ -113,9 +114,8 @@ def _watch(interval: float, read: Callable[[], HostReadings]) -> None:
         pressed = ""
         while pressed not in ("q", "Q", "\x03"):
             above = max(0, above + {"\x1b[B": 1, "\x1b[A": -1, "j": 1, "k": -1}.get(pressed, 0))
-            lines = console.render_lines(render(read(), console.width), pad=False)
-            above = min(above, max(0, len(lines) - console.height + 1))
-            live.update(SegmentLines(lines[above:], new_lines=True), refresh=True)
+            lines, above = screen(read(), console, above)
+            live.update(SegmentLines(lines, new_lines=True), refresh=True)
             pressed = key(interval)
 
 
@@ -154,13 +154,45 @@ _USER_CODE = {phase.description for phase in Phase if phase.in_user_code} | {Pha
 
 def render(hosts: HostReadings, width: int) -> RenderableType:
     """Render the jobs as tables, with as many columns as fit into `width` characters."""
-    problems = [Text(printable(line), style="bold") for line in hosts.problems]
+    parts: list[RenderableType] = list(_before_jobs(hosts))
+    for job in hosts.jobs:
+        parts += [*_head(job, width), _rank_table(job, width, range(len(job.ranks))), Text("")]
+    return Group(*parts)
+
+
+def screen(hosts: HostReadings, console: Console, above: int) -> tuple[list[list[Segment]], int]:
+    """The lines of `render` that fit on the screen below the first `above` lines, and the number of lines above them.
+
+    That number is smaller than `above` if there are not enough lines to fill the screen below. Ranks that are not on
+    the screen are not drawn: with thousands of ranks, that would take seconds.
+    """
+    draw = partial(console.render_lines, pad=False)
+    lines = draw(Group(*_before_jobs(hosts)))
+    tables = []
+    for job in hosts.jobs:
+        lines += draw(Group(*_head(job, console.width)))
+        tables.append((len(lines), job))
+        lines += [[]] * (len(job.ranks) + 2)  # the header, a line per rank, and an empty line
+    above = max(0, min(above, len(lines) - console.height + 1))
+    for begin, job in tables:
+        first_row = begin + 1
+        before, after = (min(max(line - first_row, 0), len(job.ranks)) for line in (above, above + console.height))
+        if before < after or above <= begin < above + console.height:
+            header, *rows = draw(_rank_table(job, console.width, range(before, after)))
+            lines[begin] = header
+            lines[first_row + before : first_row + after] = rows
+    return lines[above : above + console.height], above
+
+
+def _before_jobs(hosts: HostReadings) -> Iterator[Text]:
+    for line in hosts.problems:
+        yield Text(printable(line), style="bold")
     if not hosts.jobs:
-        return Group(*problems, Text("you have no running jobs on this machine; `ddpkit launch train.py` starts one"))
-    return Group(*problems, *(part for job in hosts.jobs for part in _parts(job, width)))
+        yield Text("you have no running jobs on this machine; `ddpkit launch train.py` starts one")
 
 
-def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
+def _head(job: JobReading, width: int) -> Iterator[Text]:
+    """The lines above the table of a job's ranks."""
     yield _title(job, width)
     if progress := _progress(job, width):
         yield Text(progress, no_wrap=True, overflow="ellipsis")
@@ -169,8 +201,6 @@ def _parts(job: JobReading, width: int) -> Iterator[RenderableType]:
     advice = [rank.advice for rank in job.ranks if rank.advice]
     if advice:
         yield Text(printable(f"advice: {advice[0]}"), style="yellow")
-    yield _rank_table(job, width)
-    yield Text("")
 
 
 def _title(job: JobReading, width: int) -> Text:
@@ -292,7 +322,8 @@ _COLUMNS = (
 _GPU_COLUMNS = {"GPU", "load", "GPU memory", "power", "temp"}
 
 
-def _rank_table(job: JobReading, width: int) -> Table:
+def _rank_table(job: JobReading, width: int, rows: range) -> Table:
+    """The rows of some of the job's ranks, in columns that fit all ranks."""
     omitted = set[str]()
     if not any(rank.gpus for rank in job.ranks):
         omitted |= _GPU_COLUMNS
@@ -309,7 +340,8 @@ def _rank_table(job: JobReading, width: int) -> Table:
     for column in columns:
         table.add_column(column.title, justify=column.justify, no_wrap=True, min_width=widths[column])
     waited_for = {rank.waits_for for rank in job.ranks}
-    for number, rank in enumerate(job.ranks):
+    for number in rows:
+        rank = job.ranks[number]
         style = "bold" if rank.rank in waited_for else ""
         if rank.phase == "ended":
             style = "dim"

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,28 @@ def test_report_cost_of_a_failure_includes_the_restart(tmp_path: Path) -> None:
     failed = end("a.0", exit_code=1, step=500, time=START + 50, text="boom")
     run = history(tmp_path, begin("a.0"), failed, begin("a.1", step=500, time=START + 54))
     assert "Failed attempts cost 4 s" in texts(run).splitlines()
+
+
+def test_report_of_many_failures_looks_at_each_row_a_few_times(tmp_path: Path) -> None:
+    class CountedRow(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            reads.append(name)
+            return super().__getitem__(name)
+
+    def rows_read(attempts: int) -> int:
+        lines = []
+        rows = []
+        for number in range(attempts):
+            lines += [begin(f"job.{number}", step=5 * number), end(f"job.{number}", exit_code=1)]
+            rows += [row(5 * number + step, attempt=f"job.{number}") for step in range(1, 6)]
+        run = history(tmp_path / str(attempts), *lines, rows=rows)
+        run = replace(run, rows=tuple(map(CountedRow, run.rows)))
+        reads.clear()
+        findings(run)
+        return len(reads)
+
+    reads: list[str] = []
+    assert rows_read(80) < 1.1 * 4 * rows_read(20)
 
 
 def test_report_of_a_stopped_run_has_its_last_step(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`ddpkit top`: what it reads of running jobs, and what it shows of a reading."""
 
+import io
 import json
 import os
 import pty
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.segment import Segment
+from rich.table import Table
 
 from ddp_kit.devices.gpus import GpuUsage
 from ddp_kit.env import RECORD_NOTE
@@ -27,7 +30,7 @@ from ddp_kit.watching.readings import (
     readings,
     straggler,
 )
-from ddp_kit.watching.top import render
+from ddp_kit.watching.top import render, screen
 from tests.support.launching import DDPKIT, PROGRAMS, seconds, started, wait_until
 
 
@@ -237,6 +240,42 @@ def test_top_shows_advice_of_any_rank_under_the_title() -> None:
     lines = _shown(200, replace(READING, ranks=(READING.ranks[0], advised))).splitlines()
     assert lines[1].rstrip() == "advice: data 31%: raise data.num_workers (0)"
     assert lines[2].split()[:2] == ["rank", "pid"]
+
+
+def _job_of(ranks: int, name: str) -> JobReading:
+    of_ranks = tuple(
+        RankReading(rank, rank % 8, 100 + rank, "data", 1200, 0.25, 0.02, 0.5, 0.01, 3, host=f"gpu{rank // 8}")
+        for rank in range(ranks)
+    )
+    return replace(READING, script=name, ranks=of_ranks, world_size=ranks)
+
+
+def _text(lines: list[list[Segment]]) -> list[str]:
+    return ["".join(segment.text for segment in line).rstrip() for line in lines]
+
+
+def test_screen_shows_the_same_lines_as_the_whole_text_from_any_line_on() -> None:
+    console = Console(width=120, height=12, markup=False, emoji=False, force_terminal=True, file=io.StringIO())
+    hosts = HostReadings((_job_of(30, "a.py"), _job_of(1, "b.py"), _job_of(3, "c.py")), ("gpu9: no answer",))
+    whole = _text(console.render_lines(render(hosts, 120), pad=False))
+    for above in (0, 1, 3, 4, 20, 30, 34, 37, len(whole) - 11, len(whole)):
+        lines, first = screen(hosts, console, above)
+        assert first == min(above, len(whole) - 11)
+        assert _text(lines) == whole[first : first + 12]
+    nothing, first = screen(HostReadings(()), console, 3)
+    assert (first, "no running jobs" in _text(nothing)[0]) == (0, True)
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_screen_draws_no_more_ranks_than_it_shows(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(width=120, height=12, markup=False, emoji=False, force_terminal=True, file=io.StringIO())
+    drawn = []
+    add_row = Table.add_row
+    monkeypatch.setattr(
+        Table, "add_row", lambda table, *cells, **more: drawn.append(cells) or add_row(table, *cells, **more)
+    )
+    screen(HostReadings((_job_of(ranks, "a.py"), _job_of(ranks, "b.py"))), console, 20)
+    assert len(drawn) == 12
 
 
 @pytest.mark.parametrize("text", ["[/data/b]", "[red]a", ":smile:", "[link=x]a[/link]"])
