@@ -240,14 +240,17 @@ def drop_torn_row(path: Path) -> None:
             file.truncate(whole)
 
 
+_RECORDED = ("rank_seconds", "rank_memory", "rank_seconds_summary", "rank_memory_summary", "weights_checksum")
+
+
 def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
     """Pairs of (name, value) for a row's columns: fields, learning rates if there are several, and logged values.
 
-    Fields with one value per rank are left out, because a run may have thousands of ranks, and the checksum, which only
-    the run record has. `mfu` is left out if it is unknown.
+    Fields about each rank and the checksum are left out: only the run record has them. `mfu` is left out if it is
+    unknown.
     """
     fields = dict(vars(row))  # dataclasses.asdict takes five times as long
-    for name in ("rank_seconds", "rank_memory", "weights_checksum"):
+    for name in _RECORDED:
         fields.pop(name, None)
     if fields.get("mfu") is None:
         fields.pop("mfu", None)
