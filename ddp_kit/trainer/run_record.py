@@ -399,7 +399,7 @@ class _Rows(JSONLinesLogger):
 
     def has_rows_after(self, step: int) -> bool:
         """Whether `truncate_after` would remove rows."""
-        return self._path.exists() and any(self._is_later(line, step) for line in self._path.read_text().splitlines())
+        return self._path.exists() and self._rows_after(step)[0] > 0
 
 
 def _versions() -> dict[str, str]:
