@@ -106,10 +106,14 @@ class Mean:
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._weight: Tensor | float = 0.0
+        self._numbers = 0.0  # the part of the sum that is known on the host
 
-    def add(self, value: "Tensor | Loss", samples: float) -> None:
+    def add(self, value: "Tensor | Loss | float", samples: float) -> None:
         """Add a mean over `samples` samples, or a `Loss`, without synchronising with the device."""
-        if isinstance(value, Loss):
+        if isinstance(value, float):
+            self._numbers += value * samples
+            self._weight = self._weight + samples
+        elif isinstance(value, Loss):
             self._sum.add_(value.loss.detach().reshape(()))
             self._weight = self._weight + exact_weight(value.weight)
         else:
@@ -121,7 +125,8 @@ class Mean:
         weight = self._weight
         if not isinstance(weight, Tensor):
             weight = torch.full((), weight, dtype=torch.float64, device=self._sum.device)  # a copy would wait
-        return torch.stack((self._sum, weight.to(self._sum.device, torch.float64, non_blocking=True)))
+        total = self._sum + self._numbers
+        return torch.stack((total, weight.to(self._sum.device, torch.float64, non_blocking=True)))
 
 
 def reduced(means: Sequence[Mean]) -> list[float]:

@@ -41,9 +41,15 @@ class LogRow:
     learning_rates: tuple[float, ...] = ()
     """The learning rate of each parameter group in the row's last step."""
     rank_seconds: tuple[float, ...] = ()
-    """`StepTimes.own` of each rank: seconds per optimizer step without waiting for other ranks."""
+    """`StepTimes.own` of each rank: seconds per optimizer step without waiting for other ranks. Only on rank 0, and
+    empty with more than 64 ranks."""
     rank_memory: tuple[int, ...] = ()
-    """The peak number of bytes that torch has allocated on each rank's GPU so far; empty on a CPU."""
+    """The peak number of bytes that torch has allocated on each rank's GPU so far; empty on a CPU. Only on rank 0, and
+    empty with more than 64 ranks."""
+    rank_seconds_summary: tuple[float, ...] = ()
+    """With more than 64 ranks, on rank 0: the lowest, the median and the highest of what `rank_seconds` would have."""
+    rank_memory_summary: tuple[int, ...] = ()
+    """With more than 64 ranks, on rank 0: the lowest, the median and the highest of what `rank_memory` would have."""
     mfu: float | None = None
     """Model FLOPs utilisation over all ranks, from 0 to 1; None: not known, see `TrainerConfig.mfu`."""
     weights_checksum: str | None = None
@@ -69,8 +75,8 @@ class LogRow:
         waits = self.times.communication / self.step_seconds
         if waits >= _MIN_SHOWN_WAIT:
             parts.append(f"ranks {waits:.0%}")
-        if self.rank_memory:
-            parts.append(f"memory {size_text(max(self.rank_memory))}")
+        if memory := self.rank_memory or self.rank_memory_summary:
+            parts.append(f"memory {size_text(max(memory))}")
         return "  ".join(parts)
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_kit.errors import LossError
 from ddp_kit.metrics import Loss, Mean, MetricObject, checked, reduced
+from ddp_kit.trainer.context import LoggedValues
 
 CPU = torch.device("cpu")
 
@@ -24,6 +26,24 @@ def test_mean_weights_a_loss_by_its_own_weight() -> None:
     mean.add(Loss(torch.tensor(6.0), weight=2), samples=1)
     mean.add(Loss(torch.tensor([4.0]), weight=torch.tensor([3])), samples=1)
     assert reduced([mean]) == [2.0]
+
+
+def test_mean_of_numbers_makes_no_tensor_of_each() -> None:
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    logged = LoggedValues(CPU)
+    logged.add({"mixed": torch.tensor(6.0)})
+    with Calls() as calls:
+        for number in range(4):
+            logged.add({"number": number, "mixed": 1.0})
+    assert calls.count == 1, "the sum of tensors of a new name"
+    means = logged.take()
+    assert reduced([means["number"], means["mixed"]]) == [1.5, 2.0]
 
 
 def test_mean_over_nothing_is_nan() -> None:

@@ -1,8 +1,11 @@
 """The base classes of loggers. A logger writes a row of names and values at each log point and each evaluation."""
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,11 @@ from ddp_kit.config.settings import absolute
 from ddp_kit.log import logger
 from ddp_kit.records import LogRow
 from ddp_kit.state_values import whole_number
+
+_ORDERED = 100
+"""The number of rows of earlier steps after which all rows before them are also of earlier steps. A GPU's log points
+are written one log point late, so one row may come after those of evaluations at later steps."""
+_BLOCK = 1 << 16
 
 
 class RowLogger(Callback):
@@ -186,19 +194,45 @@ class FileLogger(RowLogger):
         raise NotImplementedError
 
     def truncate_after(self, step: int) -> None:
-        """Remove the rows that this run wrote for steps after `step`. The file is replaced atomically."""
+        """Remove the rows that this run wrote for steps after `step`. The file is never without the rows that stay."""
         if not self._path.exists():
             return
         drop_torn_row(self._path)
-        with self._path.open(encoding="utf-8", newline="") as file:
-            lines = list(file)
-        begins = self.begin()
-        kept = [line for number, line in enumerate(lines) if number < begins or not self._is_later(line, step)]
-        if len(kept) < len(lines):
+        removed, first, behind = self._rows_after(step)
+        if removed == 0:
+            return
+        if behind:
             part = self._path.with_name(f"{self._path.name}.part")
-            part.write_text("".join(kept), encoding="utf-8", newline="")
+            shutil.copyfile(self._path, part)
+            with part.open("r+b") as file:
+                file.truncate(first)
+                file.seek(first)
+                file.writelines(behind)
             part.replace(self._path)
-            logger.info("removed {} rows after step {} from {}", len(lines) - len(kept), step, self._path)
+        else:
+            os.truncate(self._path, first)
+        logger.info("removed {} rows after step {} from {}", removed, step, self._path)
+
+    def _rows_after(self, step: int) -> tuple[int, int, list[bytes]]:
+        """The rows of this run after `step`: their number, the position of the first, and other rows behind it.
+
+        Reads from the end of the file, as far as its rows may be out of order.
+        """
+        removed = 0
+        first = 0
+        behind: list[bytes] = []
+        others: list[bytes] = []  # since the last row after `step`
+        for position, line in lines_backwards(self._path, _position_of_line(self._path, self.begin())):
+            if self._is_later(line.decode(errors="replace"), step):
+                removed += 1
+                first = position
+                behind += others
+                others = []
+            else:
+                others.append(line)
+                if len(others) == _ORDERED:
+                    break
+        return removed, first, behind[::-1]
 
     def _is_later(self, line: str, step: int) -> bool:
         try:
@@ -232,22 +266,46 @@ def require(package: str, owner: str) -> None:
 
 def drop_torn_row(path: Path) -> None:
     """Remove an incomplete last line, left by a run that was killed while writing."""
-    with path.open("r+b") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            logger.warning("{} ended with an incomplete row, which was removed", path)
-            file.truncate(whole)
+    position, line = next(lines_backwards(path), (0, b"\n"))
+    if not line.endswith(b"\n"):
+        logger.warning("{} ended with an incomplete row, which was removed", path)
+        os.truncate(path, position)
+
+
+def lines_backwards(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield (position, line) for each line of a file, from the last one to the one at the position `begin`."""
+    with path.open("rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        torn = b""  # the end of a line that begins before `position`
+        while position > begin:
+            size = min(_BLOCK, position - begin)
+            position -= size
+            file.seek(position)
+            content = file.read(size) + torn
+            lines = content.splitlines(keepends=True)
+            torn = lines.pop(0) if position > begin else b""
+            end = position + len(content)
+            for line in reversed(lines):
+                end -= len(line)
+                yield end, line
+
+
+def _position_of_line(path: Path, number: int) -> int:
+    with path.open("rb") as file:
+        return sum(map(len, islice(file, number)))
+
+
+_RECORDED = ("rank_seconds", "rank_memory", "rank_seconds_summary", "rank_memory_summary", "weights_checksum")
 
 
 def columns(row: LogRow) -> Iterator[tuple[str, Any]]:
     """Pairs of (name, value) for a row's columns: fields, learning rates if there are several, and logged values.
 
-    Fields with one value per rank are left out, because a run may have thousands of ranks, and the checksum, which only
-    the run record has. `mfu` is left out if it is unknown.
+    Fields about each rank and the checksum are left out: only the run record has them. `mfu` is left out if it is
+    unknown.
     """
     fields = dict(vars(row))  # dataclasses.asdict takes five times as long
-    for name in ("rank_seconds", "rank_memory", "weights_checksum"):
+    for name in _RECORDED:
         fields.pop(name, None)
     if fields.get("mfu") is None:
         fields.pop("mfu", None)

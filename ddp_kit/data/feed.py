@@ -208,8 +208,7 @@ class MapFeed:
             self._checked = epoch
             self._check()
         self._number = first_step
-        number = sum(len(self._batches.pass_sizes(step)) for step in range(first_step))
-        self._arriving = self._move(epoch, number)(self._loader)
+        self._arriving = self._move(epoch, self._batches.passes_before(first_step))(self._loader)
 
     def next(self) -> Share | None:
         number = self._number

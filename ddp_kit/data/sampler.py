@@ -310,6 +310,11 @@ class RankBatches(Sampler[list[Any]]):
             return self._full_sizes
         return tuple(map(len, self._passes(step)))
 
+    def passes_before(self, step: int) -> int:
+        """The number of forward passes of this rank in the steps of this epoch before `step`."""
+        full = min(step, self._full_steps)
+        return full * len(self._full_sizes) + sum(len(self.pass_sizes(each)) for each in range(full, step))
+
     def max_passes(self, step: int) -> int:
         """The largest number of forward passes on any rank in step `step`."""
         return len(self._divide(0, len(self.epochs.cuts(step)) - 1))

@@ -25,7 +25,8 @@ MOST_LINES = 16
 """Maximum number of ranks, GPUs or nodes with a line each; of more, the lowest, median and highest value are drawn."""
 _ROW_FIELDS = {
     "event", "step", "attempt", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
-    "step_seconds", "slowest_rank", "slowest_factor", "rank_seconds", "rank_memory", "compilations",
+    "step_seconds", "slowest_rank", "slowest_factor", "rank_seconds", "rank_memory", "rank_seconds_summary",
+    "rank_memory_summary", "compilations",
     "mfu",
 }  # fmt: skip
 _PHASES = {
@@ -223,12 +224,16 @@ def _field(name: str, scale: float = 1.0) -> _Value:
 
 
 def _of_ranks(name: str, rows: Sequence[Line], scale: float) -> dict[str, _Value]:
-    """The value of each rank, in a list that has one item per rank."""
+    """The value of each rank, in a list that has one item per rank; of many ranks, a row has a summary instead."""
 
-    def of_rank(rank: int) -> _Value:
-        return lambda row: _number(next(islice(row.get(name, ()), rank, None), None), scale)
+    def item(field: str, index: int) -> _Value:
+        return lambda row: _number(next(islice(row.get(field, ()), index, None), None), scale)
 
-    return _each_or_range("rank", max((len(row.get(name, ())) for row in rows), default=0), of_rank)
+    count = max((len(row.get(name, ())) for row in rows), default=0)
+    summary = f"{name}_summary"
+    if count == 0 and any(summary in row for row in rows):
+        return {"highest": item(summary, 2), "median": item(summary, 1), "lowest": item(summary, 0)}
+    return _each_or_range("rank", count, lambda rank: item(name, rank))
 
 
 def _of_part(values: Sequence[float], scale: float) -> _Value:

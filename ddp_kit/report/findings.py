@@ -212,7 +212,8 @@ def _throughput(run: RunHistory) -> Iterator[Finding]:
 
 
 def _memory(run: RunHistory) -> Iterator[Finding]:
-    peaks = [max(row["rank_memory"]) for row in run.rows if row.get("rank_memory")]
+    memory = (row.get("rank_memory") or row.get("rank_memory_summary") for row in run.rows)
+    peaks = [max(values) for values in memory if values]
     planned = run.last.begin.get("planned_memory")
     if peaks and is_number(planned) and planned:
         share = max(peaks) / planned - 1

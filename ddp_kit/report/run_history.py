@@ -266,6 +266,8 @@ class _End(_Timed):
 class _Row(_Placed):
     rank_seconds: list[float | None] = []
     rank_memory: list[float] = []
+    rank_seconds_summary: list[float | None] = []
+    rank_memory_summary: list[float] = []
     samples_checksums: str = ""
     weights_checksum: str = ""
 

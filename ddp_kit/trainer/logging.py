@@ -2,15 +2,16 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from math import isfinite, nan
-from statistics import fmean, median
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddp_kit.distributed import consistency
@@ -24,7 +25,7 @@ from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.context import LoggedValues, TrainerContext, as_table, over_all_ranks
 from ddp_kit.trainer.non_finite import can_repeat
 from ddp_kit.trainer.step import StepResult
-from ddp_kit.trainer.timing import COLUMNS, StepClock, by_rank, table_of
+from ddp_kit.trainer.timing import PHASES, StepClock
 
 # --- Advice about slow steps ------------------------------------------------------------------------------------------
 # At most one line of advice per interval; none if nothing stands out.
@@ -63,37 +64,38 @@ class Adviser:
         self._waits = waits
         self._graphs = 0
         self._said: set[str] = set()
-        self._restart(())
-
-    def _restart(self, ranks: Sequence[StepTimes]) -> None:
-        self._sums = [[0.0] * len(times.figures) for times in ranks]
+        self._sums: NDArray[np.float64] | None = None  # seconds of each rank and phase; None before the first interval
         self._steps = 0
         self._idle = 0.0  # steps in which the GPU ran out of work
 
-    def watch(self, steps: int, ranks: Sequence[StepTimes], graphs: int = 0, idle: float = 0.0) -> str | None:
+    def _restart(self, times: NDArray[np.float64]) -> None:
+        self._sums = np.zeros_like(times)
+        self._steps = 0
+        self._idle = 0.0
+
+    def watch(self, steps: int, times: NDArray[np.float64], graphs: int = 0, idle: float = 0.0) -> str | None:
         """Return a line of advice about an interval that has ended, or None if nothing new stands out.
 
-        `steps`: the number of optimizer steps in the interval. `ranks`: the times of each rank. `graphs`: the number of
-        graphs that torch.compile has compiled so far in this process. `idle`: see `StepClock.idle`.
+        `steps`: the number of optimizer steps in the interval. `times`: as in `advice`. `graphs`: the number of graphs
+        that torch.compile has compiled so far in this process. `idle`: see `StepClock.idle`.
         """
         compiled = graphs > self._graphs
         self._graphs = graphs
-        if not self._sums:  # the first interval
-            self._restart(ranks)
+        if self._sums is None:
+            self._restart(times)
             return None
         if compiled:  # compiling takes seconds on some ranks, so the times of this interval are not representative
             return None
-        for total, times in zip(self._sums, ranks, strict=True):
-            total[:] = [so_far + steps * mean for so_far, mean in zip(total, times.figures, strict=True)]
+        self._sums += steps * times
         self._steps += steps
         self._idle += steps * idle
-        if sum(self._sums[0]) < WATCHED_SECONDS:
+        if sum(self._sums[0].tolist()) < WATCHED_SECONDS:
             return None
-        means = [StepTimes(*(seconds / self._steps for seconds in total)) for total in self._sums]
+        means = self._sums / self._steps
         idle = self._idle / self._steps
-        self._restart(ranks)
+        self._restart(times)
         line = self._say(means)
-        is_short = fmean(times.total for times in means) <= SHORT_STEP_SECONDS
+        is_short = means.sum(axis=1).mean() <= SHORT_STEP_SECONDS
         if line is None and not self._waits and idle >= IDLE_SHARE and is_short:
             line = (
                 "host-device synchronisation, or steps that are too small: "
@@ -109,16 +111,16 @@ class Adviser:
 
 
 def advice(
-    times: Sequence[StepTimes], num_workers: int | str, *, compressed: bool = False, fused: bool = False
+    times: NDArray[np.float64], num_workers: int | str, *, compressed: bool = False, fused: bool = False
 ) -> str | None:
     """One line of advice about the largest cause of slow steps; None if nothing stands out.
 
-    `times`: the times of each rank. The other arguments are as in `Adviser`.
+    `times`: the times of each rank, as in `Values`. The other arguments are as in `Adviser`.
     """
-    rank, factor = slowest_rank(times)
+    own = OwnTimes(times)
     # Checked first, because the time for which other ranks wait for a slow rank counts as communication.
-    if factor > SLOW_RANK and times[rank].own * (1 - 1 / factor) > LEAST_SECONDS:
-        return _about_rank(times, rank, factor)
+    if own.factor > SLOW_RANK and own.summary[-1] * (1 - 1 / own.factor) > LEAST_SECONDS:
+        return _about_rank(times, own.slowest, own.factor)
     exchange_less = "use larger micro-batches or more accumulation_steps"
     if not compressed:
         exchange_less += ", or set parallel.compression"
@@ -129,31 +131,48 @@ def advice(
     ]
     if not fused:
         remedies.append(("optimizer", OPTIMIZER_SHARE, "pass fused=True to the optimizer"))
-    total = fmean(own.total for own in times)
+    means = dict(zip(PHASES, times.mean(axis=0).tolist(), strict=True))
+    total = sum(means.values())
     found = []
     for phase, limit, remedy in remedies:
-        seconds = fmean(getattr(own, phase) for own in times)
+        seconds = means[phase]
         if seconds > limit * total and seconds > LEAST_SECONDS:
             found.append((seconds, f"{phase} {seconds / total:.0%}: {remedy}"))
     return max(found)[1] if found else None
 
 
-def slowest_rank(times: Sequence[StepTimes]) -> tuple[int, float]:
-    """The slowest rank, by `StepTimes.own`, and its time divided by the median of the other ranks' times."""
-    own = [rank_times.own for rank_times in times]
-    rank = own.index(max(own))
-    others = own[:rank] + own[rank + 1 :]
-    usual = median(others) if others else own[rank]
-    return rank, own[rank] / usual if usual else 1.0
+class OwnTimes:
+    """`StepTimes.own` of all ranks. `times`: the times of each rank, as in `Values`."""
+
+    def __init__(self, times: NDArray[np.float64]) -> None:
+        self.seconds = times @ _OWN
+        """Seconds per step of each rank."""
+        ordered = np.sort(self.seconds)
+        self.summary = _summary(ordered)
+        self.slowest = int(self.seconds.argmax())
+        """The slowest rank."""
+        usual = _middle(ordered[:-1]) if len(ordered) > 1 else self.summary[-1]
+        self.factor = self.summary[-1] / usual if usual else 1.0
+        """The slowest rank's time, divided by the median of the other ranks' times."""
 
 
-def _about_rank(times: Sequence[StepTimes], rank: int, factor: float) -> str:
-    others = [each for number, each in enumerate(times) if number != rank]
-    excess = {
-        phase: seconds - median(getattr(each, phase) for each in others)
-        for phase, seconds in asdict(times[rank]).items()
-    }
-    phase = max(excess, key=excess.__getitem__)
+_OWN = np.array([float(phase != "communication") for phase in PHASES])
+
+
+def _summary(ordered: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The lowest, the median and the highest of sorted numbers."""
+    return float(ordered[0]), _middle(ordered), float(ordered[-1])
+
+
+def _middle(ordered: NDArray[np.float64]) -> float:
+    """The median of sorted numbers; `np.median` takes 20 microseconds for a few."""
+    half = len(ordered) // 2
+    return float(ordered[half] + ordered[~half]) / 2
+
+
+def _about_rank(times: NDArray[np.float64], rank: int, factor: float) -> str:
+    excess = times[rank] - np.median(np.delete(times, rank, axis=0), axis=0)
+    phase = PHASES[int(excess.argmax())]
     remedy = {
         "data": "check how fast this rank reads its samples, and whether they are larger than on other ranks",
         "transfer": "check what else uses this rank's GPU and the memory of its host",
@@ -230,21 +249,22 @@ class Interval:
         pairs = self._pairs()
         world = self.world
         seconds = time.perf_counter() - self.started
-        times = table_of(clock.read(seconds / self.steps), world.rank, world.world_size, world.device).flatten()
+        own_times = clock.read(seconds / self.steps)
+        numbers = [*own_times.figures]
+        if world.device.type == "cuda":
+            numbers.append(float(torch.cuda.max_memory_allocated(world.device)))
+        own_row = torch.tensor(numbers, dtype=torch.float64).to(world.device, non_blocking=True)
+        if facts is not None:
+            own_row = torch.cat([own_row, facts])
         norm = torch.zeros((), device=world.device) if self._norm is None else self._norm
         own = norm.detach().double() / world.world_size  # equal on all ranks, so their sum is the norm
         means = self._logged.take()
         anything = torch.full((1,), float(bool(means)), dtype=torch.float64, device=world.device)
-        peaks = [0.0] * (world.world_size if world.device.type == "cuda" else 0)
-        if peaks:
-            peaks[world.rank] = float(torch.cuda.max_memory_allocated(world.device))
-        memory = torch.tensor(peaks, dtype=torch.float64).to(world.device, non_blocking=True)
-        seen = [pairs.sum(dim=0).double(), own.reshape(1), anything, times, memory]
-        if facts is not None:
-            every = facts.new_zeros(world.world_size, len(facts))
-            every[world.rank] = facts
-            seen.append(every.flatten())
-        table = torch.cat(seen)
+        sums = torch.cat([pairs.sum(dim=0).double(), own.reshape(1), anything])
+        table = sums.new_zeros(len(sums) + world.world_size * len(own_row))
+        table[: len(sums)] = sums
+        own_begin = len(sums) + world.rank * len(own_row)  # each rank fills its own row, so the sum has all rows
+        table[own_begin : own_begin + len(own_row)] = own_row
         if world.world_size > 1:
             dist.all_reduce(table)
         logged = as_table(means, world.device)
@@ -259,6 +279,7 @@ class Interval:
             self.steps,
             self.samples,
             seconds,
+            own_times,
             table,
             [*means],
             logged,
@@ -315,12 +336,12 @@ class Values:
     """The gradient norm at the last step at which it was measured; 0 if it was never measured."""
     logged: dict[str, float]
     """The means of the values that user code logged."""
-    times: tuple[StepTimes, ...]
-    """The times of each rank."""
-    memory: tuple[int, ...]
-    """The peak memory of each rank in bytes, as in `LogRow.rank_memory`."""
-    facts: tuple[tuple[float, ...], ...]
-    """The `facts` that each rank passed to `Interval.close`; empty for each rank if there were none."""
+    times: NDArray[np.float64]
+    """The times of each rank, of shape [ranks, 7]; the columns are the fields of `StepTimes`."""
+    memory: NDArray[np.float64]
+    """The peak memory of each rank in bytes, as in `LogRow.rank_memory`, of shape [ranks]; empty on a CPU."""
+    facts: NDArray[np.float64]
+    """The `facts` that each rank passed to `Interval.close`, of shape [ranks, n]; n is 0 if there were none."""
 
 
 @dataclass(frozen=True)
@@ -331,8 +352,10 @@ class Reading:
     steps: int
     samples: int
     seconds: float
+    own_times: StepTimes
+    """This rank's times."""
     table: Tensor
-    """The reduced sums and times; see `Interval.close`."""
+    """The reduced sums, followed by a row per rank; see `Interval.close`."""
     names: list[str]
     """The names of the values that user code logged on this rank."""
     logged: Tensor
@@ -349,17 +372,16 @@ class Reading:
         """Wait for the copy to the host, and return the values. A collective if any rank has logged values."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        ranks = self.world.world_size
-        numbers = iter(self.table.tolist())
-        loss, weight, norm, anything = islice(numbers, 4)
-        times = by_rank([*islice(numbers, ranks * COLUMNS)])
-        peaks = islice(numbers, ranks if self.world.device.type == "cuda" else 0)
-        memory = tuple(map(int, peaks))
-        left = [*numbers]
-        size = len(left) // ranks
-        facts = tuple(tuple(left[rank * size : (rank + 1) * size]) for rank in range(ranks))
+        numbers = self.table.numpy()
+        loss, weight, norm, anything = numbers[:4].tolist()
+        rows = numbers[4:].reshape(self.world.world_size, -1)
+        phases = len(PHASES)
+        measured = phases + (self.world.device.type == "cuda")
+        times = rows[:, :phases]
+        memory = rows[:, phases:measured]
+        facts = rows[:, measured:]
         logged = over_all_ranks(self.world, self.names, self.logged.tolist()) if anything else {}
-        return Values(loss, weight, norm, logged, times, memory, facts)
+        return Values(loss, weight, norm, logged, times, memory.flatten(), facts)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:
         """The (step, rank) of the first loss that is not finite; None if all are finite. A collective.
@@ -397,6 +419,8 @@ _HINT = (
 
 LONGEST_HISTORY = 10_000
 """The number of newest rows to keep for `FitResult.history`: a row needs about a kilobyte. Loggers get every row."""
+_MOST_RANKS = 64
+"""The largest number of ranks of which a row has each one's values; of more ranks, a summary."""
 
 
 @dataclass(frozen=True)
@@ -449,6 +473,9 @@ class LogPoints:
         self._advise = advise
         self._utilisation = utilisation
         self._recorded = recorded
+        ranks = context.world.world_size
+        self._replicas = consistency.first_ranks(context.strategy.replicas, ranks)
+        self._optimizer_replicas = consistency.first_ranks(context.strategy.optimizer_replicas, ranks)
         self._rates: list[Tensor | float] = []  # the learning rates of the current step
         self._late: list[_Point] = []
         self._reads_late = context.world.device.type == "cuda"
@@ -537,8 +564,8 @@ class LogPoints:
             logger.info("advice: {}", line)
             self._context.heartbeat.advise(line)
             self._advise(line)
-        slowest, factor = slowest_rank(values.times)
-        own = values.times[self._context.world.rank]
+        every = OwnTimes(values.times)
+        own = reading.own_times
         samples_per_second = reading.samples / reading.seconds
         mfu = self._utilisation(samples_per_second)
         loss = values.loss / values.weight if values.weight else nan
@@ -555,13 +582,25 @@ class LogPoints:
             samples_per_second=samples_per_second,
             step_seconds=reading.seconds / reading.steps,
             times=own,
-            slowest_rank=slowest,
-            slowest_factor=factor,
-            rank_seconds=tuple(times.own for times in values.times),
-            rank_memory=values.memory,
+            slowest_rank=every.slowest,
+            slowest_factor=every.factor,
             mfu=mfu,
-            weights_checksum=consistency.weights_checksum(values.facts, self._context.strategy.replicas),
+            weights_checksum=consistency.weights_checksum(values.facts, self._replicas),
+            **self._of_ranks(every, values.memory),
         )
+
+    def _of_ranks(self, own: OwnTimes, memory: NDArray[np.float64]) -> dict[str, Any]:
+        """The fields of a row about each rank: on the main rank, which writes them, and a summary for many ranks."""
+        world = self._context.world
+        if not world.is_main:
+            return {}
+        if world.world_size <= _MOST_RANKS:
+            return {"rank_seconds": tuple(own.seconds.tolist()), "rank_memory": tuple(map(int, memory.tolist()))}
+        fields: dict[str, Any] = {"rank_seconds_summary": own.summary}
+        if len(memory):
+            lowest, middle, highest = _summary(np.sort(memory))
+            fields["rank_memory_summary"] = (int(lowest), int(middle), int(highest))
+        return fields
 
     def check_before_save(self, step: int) -> None:
         """Raise `LossError` if the losses or the weights after `step` are not finite. A collective."""
@@ -595,7 +634,7 @@ class LogPoints:
         context = self._context
         strategy = context.strategy
         world = context.world
-        what = consistency.differing(values.facts, strategy.replicas, strategy.optimizer_replicas)
+        what = consistency.differing(values.facts, self._replicas, self._optimizer_replicas)
         if what is None:
             return
         weights = consistency.facts_of_weights(context.model, strategy.local_parameters(), world)

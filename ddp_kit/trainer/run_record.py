@@ -268,7 +268,10 @@ class RunRecord(Callback):
         self._advised.clear()
         steps = row.step - self._samples_after
         facts = {
+            "rank_seconds": row.rank_seconds,
             "rank_memory": row.rank_memory,
+            "rank_seconds_summary": row.rank_seconds_summary,
+            "rank_memory_summary": row.rank_memory_summary,
             "compilations": compilations(),
             "weights_checksum": row.weights_checksum,
             "samples_checksums": "".join(filter(None, self._samples[:steps])),  # None: the samples of a stream
@@ -276,7 +279,7 @@ class RunRecord(Callback):
         self._samples = self._samples[steps:]
         self._samples_after = row.step
         known = {name: fact for name, fact in facts.items() if fact}
-        self._add_row("train", row.step, dict(columns(row)), {"rank_seconds": row.rank_seconds, **known})
+        self._add_row("train", row.step, dict(columns(row)), known)
 
     def on_evaluate(self, trainer: Any, metrics: dict[str, float]) -> None:
         self._add_row("eval", trainer.step, metrics, {})
@@ -396,7 +399,7 @@ class _Rows(JSONLinesLogger):
 
     def has_rows_after(self, step: int) -> bool:
         """Whether `truncate_after` would remove rows."""
-        return self._path.exists() and any(self._is_later(line, step) for line in self._path.read_text().splitlines())
+        return self._path.exists() and self._rows_after(step)[0] > 0
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Timing of the phases of a step. It is always on, and does not wait for the device."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -16,12 +16,12 @@ from ddp_kit.torch_internals import call_after_backward
 
 DATA, TRANSFER, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER = range(6)
 _EXPOSED = 6  # communication after the gradients are computed, in the steps that are watched
-_PHASES = 7
 
 _SECONDS_BETWEEN_WATCHED = 0.003  # watching costs about 12 microseconds: at most 0.4 % of the time
 _MOST_WAITING = 2048  # events; if at least this many wait for the device when a step begins, the step is not measured
 
-COLUMNS = len(fields(StepTimes))
+PHASES = tuple(field.name for field in fields(StepTimes))
+"""The names of the phases; the constants above are their numbers."""
 
 
 class StepClock:
@@ -44,7 +44,7 @@ class StepClock:
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        self._sums = [0.0] * _PHASES
+        self._sums = [0.0] * (_EXPOSED + 1)
         self._steps = self._watched = 0
 
     def start(self) -> None:
@@ -192,22 +192,3 @@ def step_clock(device: torch.device) -> StepClock:
     if device.type != "cuda":
         return StepClock()
     return DeviceClock(partial(CudaEvent, device), lambda: torch.cuda.current_stream(device).query())
-
-
-# --- Times of all ranks -----------------------------------------------------------------------------------------------
-# The ranks exchange their times in one all-reduce.
-
-
-def table_of(times: StepTimes, rank: int, world_size: int, device: torch.device) -> Tensor:
-    """A float64 tensor of shape [world_size, 7] with the times in this rank's row, and zeros in all other rows.
-
-    The sum of the tensors of all ranks contains the times of all ranks.
-    """
-    rows = [0.0] * (world_size * COLUMNS)
-    rows[rank * COLUMNS : (rank + 1) * COLUMNS] = times.figures
-    return torch.tensor(rows, dtype=torch.float64).view(world_size, COLUMNS).to(device, non_blocking=True)
-
-
-def by_rank(numbers: Sequence[float]) -> tuple[StepTimes, ...]:
-    """The times of each rank. `numbers`: the sum of the ranks' `table_of` tensors, in row-major order."""
-    return tuple(StepTimes(*numbers[first : first + COLUMNS]) for first in range(0, len(numbers), COLUMNS))

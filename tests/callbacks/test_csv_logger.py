@@ -18,7 +18,7 @@ TIMES = [f"times.{name}" for name in StepTimes.__dataclass_fields__]
 FIELDS = [
     column
     for name in LogRow.__dataclass_fields__
-    if name not in ("step", "values", "learning_rates", "rank_seconds", "rank_memory", "mfu", "weights_checksum")
+    if name not in ("step", "values", "learning_rates", "mfu", "weights_checksum") and not name.startswith("rank_")
     for column in (TIMES if name == "times" else [name])
 ]
 

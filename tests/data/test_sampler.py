@@ -95,6 +95,23 @@ def test_checksum_of_a_step_covers_all_ranks_in_order(world_size: int, own: list
     assert divided.checksum(1) == batches.checksum(1)
 
 
+@pytest.mark.parametrize("own", [None, BatchSampler(range(23), 3, drop_last=False)])
+def test_passes_before_a_step_are_those_of_the_steps_before(own: Any) -> None:
+    for rank in range(3):
+        divide = partial(passes_of, 1, 3) if own else plan_batches(5, 1, None, 3).micro_batches
+        batches = RankBatches(Epochs(range(23), 0, 3 if own else 5, batch_sampler=own), rank, divide)
+        steps = range(batches.steps + 1)
+        assert [batches.passes_before(step) for step in steps] == [
+            sum(len(batches.pass_sizes(before)) for before in range(step)) for step in steps
+        ]
+
+
+def test_passes_before_a_late_step_are_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = RankBatches(Epochs(range(10**9), 0, 4), 0, plan_batches(4, 2, None, 1).micro_batches)
+    monkeypatch.setattr(batches, "pass_sizes", None)
+    assert batches.passes_before(10**8) == 2 * 10**8
+
+
 def test_checksum_of_keys_depends_on_their_order_and_kind() -> None:
     different = [[1, 2], [2, 1], [1], [], ["1", "2"], [(1, "a"), (2, "b")], [10**30, 1]]
     assert len({checksum(keys) for keys in different}) == len(different)

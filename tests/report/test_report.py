@@ -302,6 +302,17 @@ def test_report_of_many_ranks_draws_their_range(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_report_of_very_many_ranks_draws_the_summaries_of_the_record(tmp_path: Path) -> None:
+    rows = [row(1, rank_seconds_summary=[0.001, 0.002, 0.004], rank_memory_summary=[GIB, 2 * GIB, 3 * GIB])]
+    for each in rows:
+        each.pop("rank_seconds", None)
+    run = history(tmp_path, rows=rows)
+    found = {chart.name: chart.groups[0].curves for chart in charts_of_run([run], 0)}
+    curves = {name: {curve.label: curve.values for curve in found[name]} for name in ("ranks", "memory")}
+    assert curves["ranks"] == {"highest": [4.0], "median": [2.0], "lowest": [1.0]}
+    assert curves["memory"] == {"highest": [3.0], "median": [2.0], "lowest": [1.0]}
+
+
 def test_report_point_is_the_mean_of_its_steps_with_their_range(tmp_path: Path) -> None:
     run = history(tmp_path, rows=[row(i, loss=100.0 if i == 777 else 1.0) for i in range(1, 6001)])
     loss = comparing_charts([run])[0].groups[0]

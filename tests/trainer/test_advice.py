@@ -1,15 +1,29 @@
 """What is said about where the time goes, and when nothing is."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 
 from ddp_kit.records import StepTimes
-from ddp_kit.trainer.logging import WATCHED_SECONDS, Adviser, advice, slowest_rank
+from ddp_kit.trainer import logging
+from ddp_kit.trainer.logging import WATCHED_SECONDS, Adviser, OwnTimes
 
 
 def times(scale: float = 1.0, **seconds: float) -> StepTimes:
     """A step of 100 ms in good order, but for what is given (in ms)."""
     usual = {"data": 1, "transfer": 1, "forward": 30, "backward": 50, "communication": 10, "optimizer": 7, "other": 1}
     return StepTimes(**{phase: value / 1000 * scale for phase, value in (usual | seconds).items()})
+
+
+def table(ranks: Sequence[StepTimes]) -> Any:
+    """The times of each rank as an array."""
+    return np.array([each.figures for each in ranks])
+
+
+def advice(ranks: Sequence[StepTimes], num_workers: int, **optimizer: bool) -> str | None:
+    return logging.advice(table(ranks), num_workers, **optimizer)
 
 
 def test_advice_on_a_balanced_step_is_none() -> None:
@@ -76,10 +90,16 @@ def test_advice_names_the_slow_phase_of_a_slow_rank() -> None:
 
 
 def test_slowest_rank_has_the_most_time_besides_communication() -> None:
-    assert slowest_rank([times()]) == (0, 1.0)
-    rank, factor = slowest_rank([times(communication=900), times(forward=120), times(), times()])
-    assert (rank, factor) == (1, pytest.approx(2.0))
-    assert slowest_rank([StepTimes(0, 0, 0, 0, 0, 0, 0)] * 2) == (0, 1.0)
+    alone = OwnTimes(table([times()]))
+    assert (alone.slowest, alone.factor) == (0, 1.0)
+    ranks = [times(communication=900), times(forward=120), times(), times()]
+    own = OwnTimes(table(ranks))
+    assert (own.slowest, own.factor) == (1, pytest.approx(2.0))
+    assert own.seconds.tolist() == pytest.approx([each.own for each in ranks])
+    assert own.summary == pytest.approx((0.09, 0.09, 0.18))
+    assert OwnTimes(table([times(data=11), times(data=21)])).summary == pytest.approx((0.1, 0.105, 0.11))
+    idle = OwnTimes(table([StepTimes(0, 0, 0, 0, 0, 0, 0)] * 2))
+    assert (idle.slowest, idle.factor) == (0, 1.0)
 
 
 # --- over several intervals ------------------------------------------------------------------------------------------
@@ -94,7 +114,7 @@ class WatchedRun:
     def interval(self, *ranks: StepTimes, graphs: int = 0, idle: float = 0.0) -> str | None:
         ranks = ranks or (times(),)
         steps = int(WATCHED_SECONDS / ranks[0].total) + 1
-        return self.adviser.watch(steps, ranks, graphs, idle)
+        return self.adviser.watch(steps, table(ranks), graphs, idle)
 
 
 def test_advice_skips_the_first_interval_and_gives_each_kind_once() -> None:

@@ -20,9 +20,7 @@ from ddp_kit.trainer.timing import (
     TRANSFER,
     DeviceClock,
     StepClock,
-    by_rank,
     step_clock,
-    table_of,
 )
 from tests.support.launching import PROGRAMS, seconds
 
@@ -328,16 +326,6 @@ def test_device_clock_reports_a_gpu_idle_only_after_it_has_finished() -> None:
 
     assert two_steps(busy=True) == 0
     assert two_steps(busy=False) == 1
-
-
-# --- all ranks ------------------------------------------------------------------------------------------------------
-
-
-def test_table_of_times_summed_over_ranks_has_the_times_of_every_rank() -> None:
-    ranks = (times(data=0.1, other=1e-9), times(backward=3, communication=7), times(optimizer=5))
-    tables = [table_of(own, rank, 3, torch.device("cpu")) for rank, own in enumerate(ranks)]
-    assert {(table.dtype, table.shape) for table in tables} == {(torch.float64, (3, 7))}
-    assert by_rank(sum(tables).flatten().tolist()) == ranks
 
 
 @pytest.mark.slow
