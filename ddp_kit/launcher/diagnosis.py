@@ -306,7 +306,7 @@ def hint(text: str, exit_code: int, out_of_memory: bool = False) -> str:
     `text`: the end of the worker's output, or its traceback. `exit_code`: the worker's exit code; -N if signal N killed
     the worker. `out_of_memory`: whether the kernel killed a process of this job because memory ran out.
     """
-    text = _with_short_lines(text)
+    text = with_short_lines(text)
     if out_of_memory and (exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "DataLoader worker" in text):
         return _HOST_MEMORY
     parts = []
@@ -341,13 +341,13 @@ def is_timeout(text: str) -> bool:
 
 def _last_exception(text: str) -> str:
     """The last exception and its message; the whole text if it contains no exception."""
-    text = _WARNING.sub("", _with_short_lines(text))
+    text = _WARNING.sub("", with_short_lines(text))
     starts = [match.start() for match in _ENDS_TRACE.finditer(text)]
     return text[starts[-1] :] if starts else text
 
 
-def _with_short_lines(text: str) -> str:
-    """The text without the middle of very long lines, in which some patterns would take minutes to search."""
+def with_short_lines(text: str) -> str:
+    """The text without the middle of very long lines: some patterns would take minutes, and all nodes get a message."""
     lines = text.split("\n")
     for number, line in enumerate(lines):
         if len(line) > _LONGEST_LINE:

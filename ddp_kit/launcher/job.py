@@ -21,6 +21,7 @@ LOST_NODES = 100
 PROGRESS_SECONDS = 300.0
 """Seconds after which a round is no longer considered part of a crash loop, if the script records no steps."""
 MAX_WAIT = 60.0
+_LISTED_LOSSES = 4
 
 
 @dataclass(frozen=True)
@@ -353,8 +354,11 @@ class _Round:
 
     @property
     def why_lost(self) -> str:
-        """Why members have been lost; empty: none has been lost."""
-        return "; ".join(self.lost)
+        """Why members have been lost; empty: none has been lost. Every node gets this text: it names only a few."""
+        listed = self.lost[:_LISTED_LOSSES]
+        if len(self.lost) > len(listed):
+            listed.append(f"{len(self.lost) - len(listed)} more nodes were lost")
+        return "; ".join(listed)
 
 
 class Job:
@@ -552,12 +556,12 @@ class Job:
         if not self._too_few():
             return self._start_round_after_loss("a node joined")
         if self._now >= self._due:
-            self._round.lost.append(f"no replacement joined within {self._limits.replacement_timeout:g} s")
-            return self._end_with_too_few_nodes()
+            limit = self._limits.replacement_timeout
+            return self._end_with_too_few_nodes(f"; no replacement joined within {limit:g} s")
         return []
 
-    def _end_with_too_few_nodes(self) -> list[Order]:
-        what = self._round.why_lost or "too few nodes are left"
+    def _end_with_too_few_nodes(self, then: str = "") -> list[Order]:
+        what = (self._round.why_lost or "too few nodes are left") + then
         return self._end(Outcome(tuple(self._round.failures), lost=what, stopped_by=self._left_by))
 
     def _after_failure(self, failures: tuple[Failure, ...]) -> list[Order]:

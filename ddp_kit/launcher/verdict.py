@@ -3,7 +3,7 @@
 import re
 import signal
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ddp_kit.exit_codes import ExitCode
@@ -98,9 +98,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended; the default values mean success. All nodes get the same outcome. verdict.json contains it."""
+    """How a job ended; the default values mean success. All nodes get the same verdict. verdict.json contains it."""
 
     failures: tuple[Failure, ...] = ()
+    """All failures on the node that hosts the rendezvous; only the first failure on the other nodes."""
     ended_well: tuple[int, ...] = ()
     """The ranks that exited with code 0 before the first failure."""
     stopped_by: int = 0
@@ -114,6 +115,8 @@ class Outcome:
     note: str = ""
     """Why there was no restart."""
     restarts: int = 0
+    text: str = ""
+    """The text of the verdict on failures of which only the first is here; empty: all failures are here."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,13 @@ def normalised(message: str) -> str:
 def asks_for_another_run(outcome: Outcome) -> bool:
     """Whether the workers saved a checkpoint and asked for another run, and no worker failed for another reason."""
     return bool(outcome.failures) and first_failure(outcome.failures).exit_code == ExitCode.REQUEUE
+
+
+def summary(outcome: Outcome) -> Outcome:
+    """The outcome with the verdict in place of all failures but the first. Its size does not depend on their number."""
+    if not outcome.failures:
+        return outcome
+    return replace(outcome, failures=(first_failure(outcome.failures),), ended_well=(), text=judge(outcome).text)
 
 
 def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
@@ -201,17 +211,18 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
     if exit_code < 0:
         exit_code = ExitCode.of_signal(-exit_code)
     trace = "" if first.rank in shown else first.trace
-    return Verdict(exit_code, "\n  ".join(filter(None, lines)), trace)
+    return Verdict(exit_code, outcome.text or "\n  ".join(filter(None, lines)), trace)
 
 
-def record(outcome: Outcome) -> dict[str, Any]:
-    """The outcome and the verdict as a dict for JSON."""
+def record(outcome: Outcome, own: Iterable[Failure] = ()) -> dict[str, Any]:
+    """The outcome and the verdict as a dict for JSON. `own`: the failures on this node, which a summary may lack."""
     verdict = judge(outcome)
     content: dict[str, Any] = {"exit_code": int(verdict.exit_code), "text": verdict.text, "first_failure": None}
     if outcome.failures:
         first = first_failure(outcome.failures)
         content["first_failure"] = asdict(first) | {"how": first.how}
-    return content | asdict(outcome)
+    failures = {failure.rank: failure for failure in (*outcome.failures, *own)}
+    return content | asdict(replace(outcome, failures=tuple(failures.values()), text=verdict.text))
 
 
 def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:

@@ -191,6 +191,17 @@ def test_job_ends_if_a_dead_node_is_not_replaced_in_time() -> None:
     assert judge(outcome).exit_code == ExitCode.NODE_LOST
 
 
+def test_of_many_lost_nodes_only_a_few_are_named() -> None:
+    machine, _ = job(Limits(min_nodes=9, max_nodes=9), *(node(number) for number in range(9)))
+    machine.heartbeat(0, 3.5)
+    machine.tick(3.6)
+    why = the_pause(machine.reported(report(0, State.STOPPED), 4.0))
+    lost = [f"no heartbeat from h{number} for 3 s" for number in (1, 2, 3, 4)]
+    assert why == "; ".join([*lost, "4 more nodes were lost; waiting 12 s for a replacement"])
+    machine.heartbeat(0, 15.0)
+    assert the_end(machine.tick(16.0)).lost.endswith("4 more nodes were lost; no replacement joined within 12 s")
+
+
 def test_job_does_not_wait_for_replacements_after_a_node_has_left() -> None:
     machine = short_of(Limits(min_nodes=3, max_nodes=3), node(0), node(1), node(2))
     outcome = the_end(machine.reported(Report(2, 0, State.LEFT, signal=signal.SIGTERM), 5.0))

@@ -2,12 +2,12 @@
 
 import json
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from ddp_kit.exit_codes import ExitCode
-from ddp_kit.launcher.verdict import Failure, Outcome, first_failure, judge, record
+from ddp_kit.launcher.verdict import Failure, Outcome, first_failure, judge, record, summary
 
 
 def failure(rank: int, exit_code: int, time: float, message: str = "", terminated: bool = False) -> Failure:
@@ -142,3 +142,38 @@ def test_verdict_of_a_hang_shows_where_the_other_ranks_were() -> None:
         "no progress for more than 12 s; in data (train.py:31 in __getitem__)",
         "  rank 0 was in the gradient all-reduce (train.py:80 in <module>)",
     ]
+
+
+def test_summary_gives_the_same_verdict_as_all_failures_in_a_few_bytes() -> None:
+    stopped = failure(9, -signal.SIGTERM, 1.0, terminated=True)
+    sizes = []
+    for count in (50, 5000):
+        failures = tuple(
+            replace(
+                failure(rank, 3, 50.0 - rank % 50, f"ValueError: {'abcdefg'[rank % 7]}"), host="h1", trace="T" * 400
+            )
+            for rank in range(10, count)
+        )
+        for outcome in (
+            Outcome((*failures, stopped), ended_well=tuple(range(count)), note="not restarted", restarts=2),
+            Outcome(tuple(replace(each, secondary=True) for each in failures), ended_well=tuple(range(count))),
+            Outcome(failures, lost="no heartbeat from h2 for 3 s", stopped_by=signal.SIGTERM),
+            Outcome(tuple(replace(each, exit_code=ExitCode.REQUEUE) for each in failures), lost="h2 left the job"),
+        ):
+            assert judge(summary(outcome)) == judge(outcome)
+            assert judge(summary(outcome), shown=range(count)) == judge(outcome, shown=range(count))
+            sizes.append(len(json.dumps(asdict(summary(outcome)))))
+    assert max(sizes) < 2000
+    assert summary(Outcome(lost="no host")) == Outcome(lost="no host")
+
+
+def test_record_of_a_summary_has_the_first_failure_and_those_of_the_node() -> None:
+    first, *others = (replace(failure(rank, 1, 1.0 + rank, "ValueError: no"), host="h", trace="T") for rank in range(4))
+    outcome = Outcome((first, *others), ended_well=(7,))
+    found = record(summary(outcome), own=(others[1], others[2]))
+    assert [each["rank"] for each in found["failures"]] == [0, 2, 3]
+    assert (found["text"], found["first_failure"]) == (judge(outcome).text, record(outcome)["first_failure"])
+    assert "ranks 1, 2, 3 then failed" in found["text"]
+    everything = record(outcome, own=(others[1],))
+    assert [each["rank"] for each in everything["failures"]] == [0, 1, 2, 3]
+    assert everything["text"] == judge(outcome).text

@@ -21,6 +21,7 @@ from ddp_kit.launcher.agent.nodes import _REMOVED, Coordinator, MultiNodeLink
 from ddp_kit.launcher.job import (
     Dismiss,
     End,
+    Job,
     Limits,
     Node,
     Order,
@@ -32,7 +33,7 @@ from ddp_kit.launcher.job import (
     Steps,
     Stop,
 )
-from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.verdict import Failure, Outcome
 from ddp_kit.launcher.warm.messages import Import, Message
 from ddp_kit.launcher.wire import ClosedError, Connection, from_json, to_json
 
@@ -108,18 +109,28 @@ def test_content_with_other_fields_is_refused(kind: type[Any], content: Any) -> 
 
 
 class Listener(MultiNodeLink):
-    """The receiving half of the link of a node."""
+    """The receiving half of the link of a node that does not host the rendezvous."""
 
     def __init__(self, number: int, store: Store) -> None:
         self.number = number
         self.items: list[Item] = []
         self._orders = store
+        self._coordinator = None
         self._inbox: Any = SimpleNamespace(put=self.items.append)
         self._has_started = self._is_over = False
 
     def listen(self) -> list[Item]:
         self._listen(0)
         return self.items
+
+
+def coordinator_of(store: Any, nodes: int) -> Coordinator:
+    """The coordinator of a job that waits for more nodes than have joined."""
+    coordinator = Coordinator(store, Limits(min_nodes=nodes + 1, max_nodes=nodes + 1), 1.0)
+    for number in range(nodes):
+        joined = {"joined": Node(number, f"h{number}", 1)}
+        assert coordinator._orders_after(json.loads(to_json(joined)), 0.0) == []
+    return coordinator
 
 
 def item_for(order: Order, node: int, lost: set[int]) -> Item | None:
@@ -135,11 +146,12 @@ def item_for(order: Order, node: int, lost: set[int]) -> Item | None:
     return order
 
 
-def with_round(order: Order, number: int) -> Order:
-    """The order; if it starts a round, then with a number that no other order has."""
+def with_round(order: Order, number: int, lost: set[int]) -> Order:
+    """The order; if it starts a round, then with a number that no other order has, and without the lost nodes."""
     if not isinstance(order, StartRound):
         return order
-    return replace(order, assignments={node: replace(each, round=number) for node, each in order.assignments.items()})
+    members = order.assignments.keys() - lost
+    return replace(order, assignments={node: replace(order.assignments[node], round=number) for node in members})
 
 
 NODES = range(3)
@@ -147,7 +159,9 @@ outcomes = st.builds(Outcome, lost=texts)
 ORDERS = {
     StartRound: st.builds(
         StartRound,
-        st.dictionaries(st.sampled_from(NODES), any_value(RankAssignment), min_size=1),
+        st.fixed_dictionaries(
+            {0: any_value(RankAssignment)}, optional={node: any_value(RankAssignment) for node in NODES[1:]}
+        ),
         texts,
     ),
     Stop: any_value(Stop),
@@ -165,16 +179,19 @@ def test_every_order_is_tried() -> None:
 def test_orders_arrive_at_each_node_as_the_job_has_given_them(
     orders: list[Order], outcome: Outcome, lost: set[int]
 ) -> None:
-    orders = [with_round(order, number) for number, order in enumerate([*orders, End(outcome)])]
-    store = HashStore()
-    coordinator = Coordinator(store, Limits(min_nodes=9, max_nodes=9), 1.0)
-    for number in NODES:
-        joined = {"joined": Node(number, f"h{number}", 1)}
-        assert coordinator._orders_after(json.loads(to_json(joined)), 0.0) == []
-    for number in lost:
-        coordinator._orders_after({"bye": number}, 0.0)
-    coordinator._publish(orders)
+    orders = [with_round(order, number, lost) for number, order in enumerate([*orders, End(outcome)])]
     for node in NODES:
+        store = HashStore()
+        coordinator = coordinator_of(store, len(NODES))
+        for number in lost:
+            coordinator._orders_after({"bye": number}, 0.0)
+        given = iter(orders)
+
+        def get(key: str, store: Store = store, given: Iterator[Order] = given, to: Coordinator = coordinator) -> bytes:
+            if "order" in key:
+                to._publish([next(given)])  # once the node has carried out all earlier orders
+            return store.get(key)
+
         expected: list[Item] = []
         for order in orders:
             item = item_for(order, node, lost)
@@ -182,7 +199,107 @@ def test_orders_arrive_at_each_node_as_the_job_has_given_them(
                 expected.append(item)
             if isinstance(item, (End, Disconnected)):
                 break  # the node has left the job
-        assert Listener(node, store).listen() == expected
+        assert Listener(node, SimpleNamespace(get=get)).listen() == expected  # type: ignore[arg-type]
+
+
+def assignment(round: int, node: int) -> RankAssignment:
+    return RankAssignment(round, 0, node, len(NODES), node, len(NODES), node, len(NODES), "h0", 29500)
+
+
+def test_node_that_is_late_starts_only_the_latest_round() -> None:
+    store = HashStore()
+    rounds = [StartRound({node: assignment(number, node) for node in NODES}) for number in range(3)]
+    coordinator_of(store, len(NODES))._publish([*rounds, Dismiss(1, Outcome())])
+    assert Listener(1, store).listen() == [StartWorkers(assignment(2, 1)), End(Outcome())]
+
+
+def test_node_that_joins_after_the_end_gets_the_outcome_and_a_lost_node_does_not() -> None:
+    store = HashStore()
+    coordinator = Coordinator(store, Limits(join_timeout=5.0, min_nodes=9, max_nodes=9), 1.0)
+    coordinator._job = Job(coordinator._job._limits, 0.0)
+
+    def join(number: int, now: float) -> None:
+        joined = json.loads(to_json({"joined": Node(number, f"h{number}", 1)}))
+        coordinator._publish(coordinator._orders_after(joined, now))
+        coordinator._publish(coordinator._job.tick(now))
+
+    join(1, 0.0)
+    join(0, 4.0)
+    join(2, 6.0)
+    assert Listener(1, store).listen() == [Disconnected(_REMOVED)]
+    for number in (0, 2):
+        assert Listener(number, store).listen() == [End(coordinator.outcome)]
+
+
+# --- Number of bytes --------------------------------------------------------------------------------------------------
+
+
+class CountingStore:
+    """A store that counts the bytes of all values."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.written = self.read = 0
+
+    def clone(self) -> "CountingStore":
+        return self
+
+    def add(self, key: str, number: int) -> int:
+        return self.store.add(key, number)
+
+    def set(self, key: str, value: str) -> None:
+        self.written += len(value)
+        self.store.set(key, value)
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        self.written += sum(map(len, values))
+        self.store.multi_set(keys, values)
+
+    def get(self, key: str) -> bytes:
+        value = self.store.get(key)
+        self.read += len(value)
+        return value
+
+
+TRACE = "Traceback (most recent call last):\n" + '  File "/home/user/train.py", line 3, in step\n    go()\n' * 20
+
+
+def reports(nodes: int, round: int, state: State) -> Iterator[dict[str, Any]]:
+    """The reports of all nodes, on which all of four workers have failed."""
+    for node in range(nodes):
+        failures = tuple(
+            Failure(4 * node + rank, rank, 1, 1, 1.0, f"h{node}", f"ValueError: {rank}", trace=TRACE)
+            for rank in range(4)
+        )
+        yield json.loads(to_json({"report": Report(node, round, state, failures, ended_well=(5000 + node,))}))
+
+
+@pytest.mark.parametrize("phase", ["restart", "end", "partition"])
+def test_bytes_per_node_do_not_depend_on_the_number_of_nodes(phase: str) -> None:
+    per_node = []
+    for nodes in (8, 64, 256):
+        store = CountingStore()
+        limits = Limits(nodes, nodes, max_restarts=phase == "restart")
+        coordinator = Coordinator(store, limits, 1.0)
+        for node in range(nodes):
+            coordinator._publish(
+                coordinator._orders_after(json.loads(to_json({"joined": Node(node, f"h{node}", 1)})), 0.0)
+            )
+        links = [Listener(node, store) for node in range(nodes)]  # type: ignore[arg-type]
+        store.written = store.read = 0
+        if phase == "partition":
+            for node in range(nodes // 2):
+                coordinator._job.heartbeat(node, 9.0)
+            coordinator._publish(coordinator._job.tick(9.0))
+        for report in reports(nodes, 0, State.FAILED):
+            coordinator._publish(coordinator._orders_after(report, 9.0))
+        orders = [store.get(f"ddpkit/order/{number}") for number in range(coordinator._orders)]
+        for link in links:
+            for order in orders:
+                link._item(*json.loads(order))
+        per_node.append((store.written + store.read + len(links) * sum(map(len, orders))) / nodes)
+    assert "End" in str(orders[-1]) or phase != "end"
+    assert per_node[2] < 1.15 * per_node[0] + 100, per_node
 
 
 # --- Frames -----------------------------------------------------------------------------------------------------------

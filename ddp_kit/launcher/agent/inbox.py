@@ -58,17 +58,15 @@ class StoppedError(Exception):
 
 
 def wait_readable(sources: Iterable[Any], timeout: float | None) -> None:
-    """Return when one of `sources` is readable, or after `timeout` seconds.
+    """Return when one of `sources` is readable, or after `timeout` seconds, at the latest after a day.
 
     This uses `poll`, because the host of a large job has more descriptors than `select` can handle.
     """
     poll = select.poll()
     for source in sources:
         poll.register(source, select.POLLIN)
-    if timeout is None:
-        poll.poll()
-    else:
-        poll.poll(max(0, math.ceil(min(timeout, _MAX_POLL_SECONDS) * 1000)))
+    seconds = _MAX_POLL_SECONDS if timeout is None else min(timeout, _MAX_POLL_SECONDS)
+    poll.poll(max(0, math.ceil(seconds * 1000)))
 
 
 class Inbox:

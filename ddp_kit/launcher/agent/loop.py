@@ -34,6 +34,8 @@ class RunResult:
     """The stacks of this node's ranks, if a rank has hung."""
     lost_output: str = ""
     """Why output of workers could not be written to the console; empty: all of it was written."""
+    failures: tuple[Failure, ...] = ()
+    """This node's failures in the latest round."""
 
 
 class Agent:
@@ -46,7 +48,7 @@ class Agent:
         Pause         print why the next round starts later
         workers       all succeeded: report DONE; one failed: stop the others, report FAILED
         signal        report LEFT, forward it to the workers, wait for the shutdown timeout
-        End           keep the outcome, which is the same on every node
+        End           keep the outcome, with which every node gives the same verdict
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Agent:
             "" if folder is None else str(folder.parent),
             self._workers.hang_monitor.stacks,
             self._workers.lost_output,
+            self._latest,
         )
 
     @property

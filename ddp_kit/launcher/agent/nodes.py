@@ -5,7 +5,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import DistError, TCPStore
 
 from ddp_kit.errors import LaunchError
-from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, StartWorkers, StoppedError
+from ddp_kit.launcher.agent.inbox import Disconnected, Inbox, Item, StartWorkers, StoppedError
 from ddp_kit.launcher.agent.sockets import allow_connections, is_local, is_loopback, listen, own_loopback, unresolved
 from ddp_kit.launcher.agent.waiting import (
     Commands,
@@ -25,22 +25,9 @@ from ddp_kit.launcher.agent.waiting import (
     waiting_for_name,
     waiting_for_nodes,
 )
-from ddp_kit.launcher.job import (
-    Dismiss,
-    End,
-    Job,
-    Limits,
-    Node,
-    Order,
-    Pause,
-    RankAssignment,
-    Report,
-    StartRound,
-    State,
-    Stop,
-)
+from ddp_kit.launcher.job import End, Job, Limits, Node, Order, Pause, RankAssignment, Report, StartRound, State, Stop
 from ddp_kit.launcher.rendezvous import Rendezvous, holder
-from ddp_kit.launcher.verdict import Outcome
+from ddp_kit.launcher.verdict import Outcome, summary
 from ddp_kit.launcher.wire import from_json, to_json
 
 # --- Single node ------------------------------------------------------------------------------------------------------
@@ -138,9 +125,9 @@ NODES = "ddpkit/nodes"
 EVENTS = "ddpkit/events"
 ORDERS = "ddpkit/orders"
 ORDER = "ddpkit/order/{number}"
-ASSIGNMENT = "ddpkit/assignment/{round}/{node}"
+ASSIGNMENT = "ddpkit/assignment/{node}"  # in the latest round
 BEAT = "ddpkit/beat/{node}"
-# Replaces the assignment of a node that the job has removed. A node that waits for a later round gets null.
+# The assignment of a node that the job has removed. The assignment of a node that waits for a later round is null.
 LOST = "lost"
 
 
@@ -157,12 +144,12 @@ class Coordinator:
         self._beat_seconds = beat_seconds
         self._clock = RunningClock(limits.heartbeat_timeout / 2)  # `_watch` reads it six times as often
         self._job = Job(limits, self._clock.now())
+        self.outcome = Outcome()  # with all failures, of which the other nodes get only a summary
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._beats: dict[int, bytes] = {}
-        self._known = 0  # the highest number of any node that has joined, plus 1
+        self._joined: set[int] = set()  # nodes in the job, including those that do not know yet that they are lost
         self._orders = 0
-        self._latecomers: set[int] = set()  # nodes that joined after the job ended
         self._informed: set[int] = set()  # nodes that know the outcome
 
     def start(self) -> None:
@@ -205,10 +192,10 @@ class Coordinator:
         if "report" in event:
             return self._job.reported(from_json(Report, event["report"]), now)
         node = from_json(Node, event["joined"])
-        self._known = max(self._known, node.number + 1)
-        if self._job.ended:
-            self._latecomers.add(node.number)
-        return self._job.joined(node, now)
+        self._store.set(ASSIGNMENT.format(node=node.number), to_json(None))
+        orders = self._job.joined(node, now)
+        self._joined.update(self._job.alive)
+        return orders
 
     def _watch(self) -> None:
         while not self._closed.wait(self._beat_seconds / 2):
@@ -227,26 +214,22 @@ class Coordinator:
     def _publish(self, orders: list[Order]) -> None:
         """Write orders to the store. The caller must hold the lock."""
         for order in orders:
+            content: object = order
             if isinstance(order, StartRound):
-                number = next(iter(order.assignments.values())).round
-                keys = [ASSIGNMENT.format(round=number, node=node) for node in range(self._known)]
-                waiting = {node: None if node in self._job.alive else LOST for node in range(self._known)}
-                assigned = waiting | dict(order.assignments)
-                self._store.multi_set(keys, [to_json(assigned[node]) for node in range(self._known)])
-                self._write({"start": number, "nodes": self._known, "why": order.why})
-            elif isinstance(order, Stop):
-                self._write({"stop": order.round, "may_save": order.may_save})
-            elif isinstance(order, Dismiss):
-                self._write({"dismiss": order.node, "outcome": order.outcome})
-            elif isinstance(order, Pause):
-                self._write({"pause": order.why})
+                self._assign(order.assignments)
+                content = {"round": next(iter(order.assignments.values())).round, "why": order.why}
             elif isinstance(order, End):
-                lost = sorted(set(range(self._known)).difference(self._job.alive, self._latecomers))
-                self._write({"end": order.outcome, "lost": lost})
+                self._assign({})
+                self.outcome = order.outcome
+                content = End(summary(order.outcome))
+            self._store.set(ORDER.format(number=self._orders), to_json([type(order).__name__, content]))
+            self._orders = self._store.add(ORDERS, 1)
 
-    def _write(self, order: dict[str, Any]) -> None:
-        self._store.set(ORDER.format(number=self._orders), to_json(order))
-        self._orders = self._store.add(ORDERS, 1)
+    def _assign(self, assignments: Mapping[int, RankAssignment]) -> None:
+        alive = set(self._job.alive)
+        assigned = dict.fromkeys(alive) | dict.fromkeys(self._joined - alive, LOST) | {**assignments}
+        self._joined = alive
+        self._store.multi_set([ASSIGNMENT.format(node=node) for node in assigned], [*map(to_json, assigned.values())])
 
 
 # --- Link to a multi-node job -----------------------------------------------------------------------------------------
@@ -476,9 +459,7 @@ class MultiNodeLink:
         """Report the state of this node's workers, or that the node is leaving the job."""
         if self._listening is None:
             self._listening = listen(self._node.address, 0)
-        port = self._listening.getsockname()[1]
-        report = replace(report, port=port)
-        self._outgoing.put({"report": report})
+        self._outgoing.put({"report": replace(report, port=self._listening.getsockname()[1])})
 
     def take_listening(self) -> socket.socket | None:
         """Return the socket for the workers' store of the next round; None: the workers use the rendezvous store."""
@@ -555,31 +536,28 @@ class MultiNodeLink:
             self._store.queue_push(EVENTS, to_json(event))
 
     def _listen(self, number: int) -> None:
-        while True:
-            order = json.loads(self._orders.get(ORDER.format(number=number)))
+        item: Item | None = None
+        while not isinstance(item, (End, Disconnected)):
+            item = self._item(*json.loads(self._orders.get(ORDER.format(number=number))))
             number += 1
-            self._has_started = self._has_started or "start" in order
-            if "end" in order:
-                self._is_over = True
-                if self.number in order["lost"]:
-                    self._inbox.put(Disconnected(_REMOVED))
-                else:
-                    self._inbox.put(End(from_json(Outcome, order["end"])))
-                return
-            if "dismiss" in order:
-                if order["dismiss"] == self.number:
-                    self._is_over = True
-                    self._inbox.put(End(from_json(Outcome, order["outcome"])))
-                    return
-            elif "stop" in order:
-                self._inbox.put(Stop(order["stop"], order["may_save"]))
-            elif "pause" in order:
-                self._inbox.put(Pause(order["pause"]))
-            elif self.number in range(order["nodes"]):
-                assignment = json.loads(self._orders.get(ASSIGNMENT.format(round=order["start"], node=self.number)))
-                if assignment == LOST:
-                    self._is_over = True
-                    self._inbox.put(Disconnected(_REMOVED))
-                    return
-                if assignment is not None:
-                    self._inbox.put(StartWorkers(from_json(RankAssignment, assignment), order["why"]))
+            if item is not None:
+                self._is_over = self._is_over or isinstance(item, (End, Disconnected))
+                self._inbox.put(item)
+
+    def _item(self, kind: str, order: dict[str, Any]) -> Item | None:
+        """What this node has to do for an order to all nodes; None: nothing. `kind`: the name of its class."""
+        if kind == "Stop":
+            return from_json(Stop, order)
+        if kind == "Pause":
+            return from_json(Pause, order)
+        if kind == "Dismiss":
+            return End(from_json(Outcome, order["outcome"])) if order["node"] == self.number else None
+        self._has_started = self._has_started or kind == "StartRound"
+        assignment = json.loads(self._orders.get(ASSIGNMENT.format(node=self.number)))
+        if assignment == LOST:
+            return Disconnected(_REMOVED)
+        if kind == "End":
+            return End(self._coordinator.outcome if self._coordinator else from_json(Outcome, order["outcome"]))
+        if assignment is None or assignment["round"] != order["round"]:  # this node waits, or reads an old order
+            return None
+        return StartWorkers(from_json(RankAssignment, assignment), order["why"])

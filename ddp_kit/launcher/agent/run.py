@@ -71,7 +71,8 @@ def run(plan: Plan, warm: WarmServer | None, print_message: PrintMessage) -> Run
             path = Path(result.folder) / VERDICT_FILE
             try:
                 with os.fdopen(open_log(str(path)), "w") as file:
-                    json.dump(verdict.record(result.outcome) | {"stacks": result.stacks}, file, indent=1)
+                    record = verdict.record(result.outcome, result.failures)
+                    json.dump(record | {"stacks": result.stacks}, file, indent=1)
             except OSError as error:
                 print_message(f"{path} cannot be written: {error.strerror}")
         return result
