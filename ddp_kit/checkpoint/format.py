@@ -334,7 +334,8 @@ def _examined(path: Path, step: int | None) -> StoredCheckpoint | None:
     problem: str | None
     try:
         with open_file(path / MANIFEST) as file:
-            manifest = _manifest(file.read(_LONGEST_MANIFEST + 1))
+            size = min(os.fstat(file.fileno()).st_size, _LONGEST_MANIFEST)  # read() allocates what it is asked for
+            manifest = _manifest(file.read(size + 1))
     except FileNotFoundError:
         if not path.exists():  # a concurrent save removed it
             return None

@@ -4,6 +4,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_kit import Callback, ConfigError, Loss, LossError, Trainer
 from ddp_kit.config.settings import ParallelConfig
-from ddp_kit.distributed.consistency import bits, differing, rates, settings_of
+from ddp_kit.distributed.consistency import bits, differing, first_ranks, rates, settings_of
 from ddp_kit.distributed.world import World
 from ddp_kit.metrics import exact_weight
 from ddp_kit.parallel.ddp import DdpStrategy
@@ -275,10 +276,17 @@ def test_settings_of_compares_all_digits_and_no_addresses() -> None:
     assert "0x" not in settings_of(optimizer(0.1, rule=object()))
 
 
-def test_differing_names_the_first_difference() -> None:
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)], None),
+        ([(1.0, 2.0), (1.0, 3.0)], "the learning rates"),
+        ([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 5.0)], "the weights of the model"),
+        ([(1.0, 2.0, 3.0, 4.0, 5.0, 6.0), (1.0, 2.0, 3.0, 4.0, 5.0, 7.0)], "the state of the optimizer"),
+        ([(), ()], None),
+    ],
+)
+def test_differing_names_the_first_difference(rows: list[tuple[float, ...]], expected: str | None) -> None:
     strategy = DdpStrategy(World(0, 2, 0, 2, 0, torch.device("cpu")), ParallelConfig())
-    groups = strategy.replicas, strategy.optimizer_replicas
-    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0)], *groups) is None
-    assert differing([(1.0, 2.0), (1.0, 3.0)], *groups) == "the learning rates"
-    assert differing([(1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 5.0)], *groups) == "the weights of the model"
-    assert differing([], *groups) is None
+    groups = first_ranks(strategy.replicas, 2), first_ranks(strategy.optimizer_replicas, 2)
+    assert differing(np.array(rows), *groups) == expected
