@@ -30,9 +30,9 @@ MOST_SECONDS = 300.0  # per row, which takes a few seconds on a machine that is 
 class Row:
     """A row of the table: a function of the same name in `module` measures it.
 
-    The function takes sizes, and returns {"name", "per" ("rank" or "job"), "sizes", "values", "unit", "bound"}, with
-    one value for each size, and the largest exponent that is accepted. `of`: what the sizes count. `estimated`: the
-    size of a large run for which a value is estimated.
+    The function takes sizes, and returns {"name", "per" ("rank", "node" or "job"), "sizes", "values", "unit", "bound"},
+    with one value for each size, and the largest exponent that is accepted. `of`: what the sizes count. `estimated`:
+    the size of a large run for which a value is estimated.
     """
 
     name: str
@@ -47,18 +47,21 @@ class Row:
 
 
 ROWS = (
-    Row("descriptors", "scale_launcher", (16, 32, 64, 128)),
-    Row("manifest", "scale_checkpoints", (32, 64, 128, 256)),
+    Row("descriptors", "scale_launcher", (4, 8, 16)),
+    Row("manifest", "scale_checkpoints", (128, 512, 2048)),
     Row("shard_load", "scale_checkpoints", (8, 16, 32, 64)),
     Row("random_states", "scale_ranks", (64, 256, 1024)),
-    Row("history", "scale_ranks", (64, 256, 1024)),
-    Row("end_of_job", "scale_launcher", (4, 8, 16, 32), of="nodes", estimated=1000),
-    Row("samples", "scale_launcher", (1000, 4000, 16_000), of="seconds", estimated=30 * 86_400),
-    Row("rows", "scale_runs", (1000, 4000, 16_000, 64_000), of="rows", estimated=1_000_000),
+    Row("history", "scale_ranks", (64, 512, 8192)),
+    Row("end_of_job", "scale_launcher", (8, 32, 64), of="nodes", estimated=1000),
+    Row("samples", "scale_watching", (24, 96, 720), of="hours", estimated=720),
+    Row("samples_read", "scale_watching", (8, 32, 128), of="nodes", estimated=1000),
+    Row("top", "scale_watching", (256, 1024, 4096)),
+    Row("rows", "scale_runs", (10_000, 100_000, 400_000), of="rows", estimated=1_000_000),
+    Row("rows_read", "scale_runs", (10_000, 100_000, 400_000), of="rows", estimated=1_000_000),
     Row("blocks", "scale_runs", (1000, 4000, 16_000), of="modules", estimated=100_000),
-    Row("barrier", "scale_ranks", (8, 16, 32, 64)),
-    Row("consensus", "scale_ranks", (8, 16, 32, 64)),
-    Row("agreement", "scale_ranks", (64, 256, 1024)),
+    Row("barrier", "scale_ranks", (512, 2048, 8192)),
+    Row("consensus", "scale_ranks", (512, 2048, 8192)),
+    Row("agreement", "scale_ranks", (512, 2048, 8192)),
     Row("writer_wait", "scale_checkpoints", (64, 256, 1024)),
 )
 
@@ -94,7 +97,11 @@ def measured_in_process(row: Row, sizes: Sequence[int]) -> dict[str, Any] | None
     if done.returncode:
         print(f"{row.name}: exit code {done.returncode}\n{done.stderr.strip()}", file=sys.stderr, flush=True)
         return None
-    return result_of(json.loads(done.stdout.splitlines()[-1]))
+    measured = json.loads(done.stdout.splitlines()[-1])
+    if min(measured["values"]) <= 0:
+        print(f"{row.name}: no exponent, because a value is 0: {measured['values']}", file=sys.stderr, flush=True)
+        return None
+    return result_of(measured)
 
 
 def number(value: float) -> str:

@@ -1,24 +1,28 @@
 """Rows of scale.py about checkpoints that many writers write."""
 
 import fcntl
+import json
 import os
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from ddp_kit.checkpoint import writer as checkpoint_writer
-from ddp_kit.checkpoint.format import name_of
+from ddp_kit.checkpoint.format import PIECES, checkpoints, header, name_of
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.checkpoint.writer import System, WriteTask, collect
+from ddp_kit.checkpoint.writer import Region, System, WriteTask, collect, unfinished_folder, write
 from ddp_kit.state_values import Piece
 
 STEP = 1
+OPERATIONS = ("open", "stat", "lstat", "listdir", "scandir", "unlink", "rename", "replace")
 
 
 class Opens:
@@ -43,13 +47,59 @@ class Opens:
 
 
 def manifest(sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes of the manifest of a checkpoint that each rank has written a piece of."""
+    """File operations of all ranks that write a checkpoint of FSDP, remove the previous one, and verify the new one."""
     values = []
     for writers in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = sharded_checkpoint(Path(folder), writers)
-            values.append((checkpoint / "manifest.json").stat().st_size)
-    return {"name": "manifest", "per": "job", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 1.15}
+            values.append(file_operations(Path(folder), writers))
+    return {"name": "manifest", "per": "job", "sizes": [*sizes], "values": values, "unit": "operations", "bound": 1.15}
+
+
+def file_operations(folder: Path, writers: int) -> int:
+    """File operations to write a second checkpoint to a folder that keeps one, and to list it and verify its bytes."""
+    count = 0
+
+    def counted(name: str) -> Any:
+        function = getattr(os, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*arguments, **options)
+
+        return patch.object(os, name, call)
+
+    write_shards(folder, 1, writers)
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(counted(name))
+        write_shards(folder, 2, writers)
+        (found,) = checkpoints(folder, hashes=True)
+    assert found.whole, found
+    assert found.manifest is not None
+    assert len(found.manifest.files) > 2 * writers
+    return count
+
+
+def write_shards(folder: Path, step: int, writers: int) -> None:
+    """Write a checkpoint to which each writer adds a row of one weight, and of the optimizer's state."""
+    unfinished_folder(folder, step, "token").mkdir(parents=True)
+    for writer in reversed(range(writers)):  # writer 0, which waits for the others, is last
+        pieces = {"weight": {"shape": [writers, 4], "offsets": [writer, 0]}}
+        content = header({"format": "pt", PIECES: json.dumps(pieces)}, [("weight", "F32", (1, 4), 16)]) + bytes(16)
+        name = f"{writer + 1:05d}-of-{writers:05d}.safetensors"
+        files = [Region(f"{part}-{name}", 0, len(content)) for part in ("model", "optimizer")]
+        if writer == 0:
+            files.append(Region("state.json", len(content), 2))
+        task = WriteTask(str(folder), step, False, 1, {}, tuple(files), "token", writer, writers, tensors="same")
+        write(task, memoryview(content + b"{}"), WithoutSync())
+
+
+class WithoutSync(System):
+    """The system's file operations, without waiting for the disk."""
+
+    def fsync(self, file: int) -> None:
+        """Do nothing."""
 
 
 def shard_load(sizes: Sequence[int]) -> dict[str, Any]:

@@ -1,20 +1,20 @@
-"""Rows of scale.py about the launcher: the connections that it serves, the end of a job, and samples of the machine."""
+"""Rows of scale.py about the launcher: the connections that it serves, and the end of a job."""
 
+import os
+import resource
 import socket
-import tempfile
+import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
-import psutil
-from scale_ranks import SECONDS, CountedStore, simulated_ranks
+from torch.distributed import TCPStore
 
-from ddp_kit.launcher import record
+from ddp_kit.distributed.control import Control
 from ddp_kit.launcher.agent.inbox import Inbox, StartWorkers
 from ddp_kit.launcher.agent.nodes import MultiNodeLink
 from ddp_kit.launcher.agent.waiting import Commands
@@ -23,58 +23,101 @@ from ddp_kit.launcher.rendezvous import Rendezvous
 from ddp_kit.launcher.verdict import Failure
 
 RANKS_PER_NODE = 8
+SECONDS = 120.0  # to wait for simulated nodes
+BYTES_ACKED = 120  # the offset of tcpi_bytes_acked in the kernel's `struct tcp_info`
+FRAME = '  File "/home/user/project/train.py", line 3, in step\n    go()\n'
+TRACE = f"Traceback (most recent call last):\n{20 * FRAME}"
 
 # --- Connections ------------------------------------------------------------------------------------------------------
 
 
 def descriptors(sizes: Sequence[int]) -> dict[str, Any]:
-    """Connections of all ranks to the workers' store: each is a descriptor of the process that serves it."""
+    """Connections of all ranks to the workers' store, each a descriptor of the launcher. NCCL makes one more per rank.
+
+    Each rank makes the same number, so few ranks are enough: in some sandboxes, every 26th connection takes 5 s.
+    """
     values = []
     for ranks in sizes:
-        each = simulated_ranks(ranks, [])
-        port = each[0].control.group_store.port
-        connections = psutil.Process().net_connections("tcp")
-        served = [one for one in connections if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED]
-        values.append(len(served))
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        before = open_files()
+        stores = [TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=SECONDS)) for _ in range(ranks)]
+        controls = [Control(store, rank, ranks, lambda _: None) for rank, store in enumerate(stores)]
+        for store in stores:
+            store.add("connected", 1)
+        values.append((open_files() - before) // 2)  # both ends are in this process
+        for control in controls:
+            control.close()
     return {"name": "descriptors", "per": "job", "sizes": [*sizes], "values": values, "unit": "files", "bound": 1.15}
+
+
+def open_files() -> int:
+    """The number of open files of this process."""
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 # --- End of a job -----------------------------------------------------------------------------------------------------
 
 
 def end_of_job(sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes that all nodes receive from the coordinator when all ranks of a job fail with a traceback."""
-    values = []
-    for nodes in sizes:
-        port = free_port()
-        log: list[int] = []
-        links = []
-        inboxes = []
-        for rank in range(nodes):
-            inboxes.append(Inbox())
-            links.append(link_of(rank, nodes, port, inboxes[-1]))
-            links[-1]._orders = CountedStore(links[-1]._orders, log)
-            links[-1].join()
-        for inbox in inboxes:
-            take(inbox, StartWorkers)
-        log.clear()
-        for rank, link in enumerate(links):
-            link.report(Report(link.number, 0, State.FAILED, failures(rank)))
-        for inbox in inboxes:
-            take(inbox, End)
-        values.append(sum(log))
+    """Bytes that the host of the rendezvous sends when all ranks of all nodes fail with a traceback.
+
+    The links of all nodes are in this process. The coordinator reads their reports from its own store: these count too.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    values = [bytes_of_end(nodes) for nodes in sizes]
     return {"name": "end_of_job", "per": "job", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 1.15}
 
 
+def bytes_of_end(nodes: int) -> int:
+    """Bytes that the host sends from the first report of a failed node until all nodes know that the job has ended."""
+    port = free_port()
+    inboxes = [Inbox() for _ in range(nodes)]
+    links = links_of(nodes, port, inboxes)
+    for link in links:
+        link.join()
+    for inbox in inboxes:
+        take(inbox, StartWorkers)
+    before = bytes_sent(port)
+    for rank, link in enumerate(links):
+        link.report(Report(link.number, 0, State.FAILED, failures(rank)))
+    for inbox in inboxes:
+        take(inbox, End)
+    sent = bytes_sent(port) - before
+    for link in links[1:]:
+        link.close()
+    while not links[0]._coordinator.all_informed(0):  # `close` looks only once per heartbeat
+        time.sleep(0.01)
+    links[0].close()
+    return sent
+
+
 def free_port() -> int:
+    """A port that no process uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
+def links_of(nodes: int, port: int, inboxes: Sequence[Inbox]) -> list[Any]:
+    """The links of all nodes to a job, connected at the same time."""
+    links: list[Any] = [None] * nodes
+
+    def link(rank: int) -> None:
+        links[rank] = link_of(rank, nodes, port, inboxes[rank])
+
+    link(0)
+    threads = [threading.Thread(target=link, args=[rank]) for rank in range(1, nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return links
+
+
 def link_of(rank: int, nodes: int, port: int, inbox: Inbox) -> MultiNodeLink:
     """The link of one node to a job; node 0 is its coordinator."""
-    limits = Limits(nodes, nodes, join_timeout=SECONDS, heartbeat_timeout=SECONDS)
+    limits = Limits(nodes, nodes, join_timeout=SECONDS, heartbeat_timeout=60.0)
     rendezvous = Rendezvous("static", True, "job", "127.0.0.1", port, "flag", limits, node_rank=rank, is_host=rank == 0)
     node = Node(0, f"node{rank}", RANKS_PER_NODE, rank=rank, nnodes=str(nodes), address="127.0.0.1", port=port)
     commands = Commands({}, "train.py", nodes, True, ("127.0.0.1", port))
@@ -83,19 +126,16 @@ def link_of(rank: int, nodes: int, port: int, inbox: Inbox) -> MultiNodeLink:
 
 def failures(node: int) -> tuple[Failure, ...]:
     """The failures of all ranks of a node."""
-    frames = [f'  File "/home/user/project/module_{line}.py", line {line}, in call_{line}' for line in range(12)]
-    message = "RuntimeError: NCCL error: remote process exited or there was a network error"
-    trace = "\n".join(["Traceback (most recent call last):", *frames, message])
     return tuple(
         Failure(
             rank=node * RANKS_PER_NODE + local,
             local_rank=local,
             pid=1000 + local,
             exit_code=1,
-            after=10.0 + local,
+            after=9.0,
             host=f"node{node}",
-            message=message,
-            trace=trace,
+            message="RuntimeError: NCCL error: remote process exited or there was a network error",
+            trace=TRACE,
             step=12,
         )
         for local in range(RANKS_PER_NODE)
@@ -114,47 +154,14 @@ def take(inbox: Inbox, kind: type) -> object:
     raise TimeoutError(f"no {kind.__name__} after {SECONDS:g} s")
 
 
-# --- Samples ----------------------------------------------------------------------------------------------------------
-
-
-def samples(sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes of the samples of one node with 8 GPUs, after this number of seconds."""
-    gpu = SimpleNamespace(
-        index=0, load=90, memory_used=70_000_000_000, memory_total=80_000_000_000, power=600.0, temperature=60
-    )
-    usage = SimpleNamespace(total=10**12, available=9 * 10**11)
-    machine = SimpleNamespace(cpu_percent=lambda: 50.0, virtual_memory=lambda: usage)
-    values = []
-    for seconds in sizes:
-        with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-            keeper = record.RecordKeeper(Path(name), None, 0)
-            keeper._folders = [Path(name)]
-            clock = Clock(seconds)
-            keeper._ending = clock
-            stack.enter_context(patch.object(record, "psutil", machine))
-            stack.enter_context(patch.object(record, "time", clock))
-            reader = stack.enter_context(patch.object(record, "gpu_usage_reader"))
-            reader.return_value.__enter__.return_value = lambda: [gpu] * 8
-            keeper._sample()
-            values.append(sum(path.stat().st_size for path in Path(name).iterdir()))
-    return {"name": "samples", "per": "job", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 1.15}
-
-
-class Clock(threading.Event):
-    """A clock, and an event that is set after `seconds`, both in simulated time: `wait` returns at once."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._left = seconds
-        self._now = 1_700_000_000.0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        waited = timeout or 0.0
-        self._left -= waited
-        self._now += waited
-        return self._left < 0
-
-    def time(self) -> float:
-        return self._now
-
-    monotonic = time
+def bytes_sent(port: int) -> int:
+    """Bytes that the sockets of this process with this local port have sent, according to the kernel."""
+    sent = 0
+    for path in Path("/proc/self/fd").iterdir():
+        if not path.is_socket():
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(int(path.name))) as end:  # not TCP, or closed meanwhile
+            if end.getsockname()[1:2] == (port,):
+                facts = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                sent += struct.unpack_from("Q", facts, BYTES_ACKED)[0]
+    return sent

@@ -1,30 +1,34 @@
-"""Rows of scale.py about what ranks exchange. Many ranks are threads of this process, or one rank's work is counted."""
+"""Rows of scale.py about what ranks exchange, and what one rank keeps of it. One process does the work of all ranks."""
 
 import json
 import threading
-import time
 import tracemalloc
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import ddp_kit.checkpoint.state as checkpoint_state
 from ddp_kit.checkpoint.state import RandomPart
+from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.distributed import consistency
-from ddp_kit.distributed.barrier import HINT, _Barriers, _Wait
+from ddp_kit.distributed.barrier import HINT, RankLocation, _Wait
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
+from ddp_kit.distributed.control import Control
 from ddp_kit.distributed.world import World
-from ddp_kit.records import LogRow
-from ddp_kit.trainer.logging import Interval, slowest_rank
+from ddp_kit.heartbeat import HeartbeatWriter
+from ddp_kit.records import Step
+from ddp_kit.trainer.context import LoggedValues
+from ddp_kit.trainer.logging import LogPoints
 from ddp_kit.trainer.step import StepResult
 from ddp_kit.trainer.timing import StepClock
 
-SECONDS = 60.0  # to wait for simulated ranks
+LOG_POINTS = 50  # whose rows are measured together
 
 
 def world_of(rank: int, ranks: int) -> World:
@@ -35,22 +39,20 @@ def world_of(rank: int, ranks: int) -> World:
 # --- Barrier and consensus --------------------------------------------------------------------------------------------
 
 
-class CountedStore:
-    """A store that adds to `log` the bytes that each of its requests sends and receives."""
+class Traffic:
+    """A store that counts the bytes of its requests: those of arguments and answers."""
 
-    def __init__(self, store: Any, log: list[int]) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
-        self._log = log
+        self.bytes = 0
 
     def __getattr__(self, name: str) -> Any:
-        request = getattr(self._store, name)
-
-        def counted(*arguments: Any) -> Any:
-            answer = request(*arguments)
-            self._log.append(sum(map(size_of, (*arguments, answer))))
+        def request(*arguments: Any) -> Any:
+            answer = getattr(self._store, name)(*arguments)
+            self.bytes += sum(map(size_of, (*arguments, answer)))
             return answer
 
-        return counted
+        return request
 
 
 def size_of(value: Any) -> int:
@@ -62,85 +64,99 @@ def size_of(value: Any) -> int:
     return 8
 
 
-def simulated_ranks(ranks: int, log: list[int]) -> list[_Barriers]:
-    """What each rank of a process group uses for its barriers. Rank 0 hosts the group's store."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    each = []
-    for rank in range(ranks):
-        if rank > 0:
-            store = TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=SECONDS))
-        barriers = _Barriers(store, rank, ranks)
-        barriers.control.store = CountedStore(barriers.control.store, log)
-        each.append(barriers)
-    return each
+class ParkedError(Exception):
+    """A rank waits for an announcement that no rank has made yet."""
 
 
-def together(ranks: int, act: Callable[[int], object]) -> None:
-    """Call a function of the rank on all ranks at once, in threads."""
-    problems: list[BaseException] = []
+class QuietControl(Control):
+    """The announcements of one rank without its thread: `wait` reads what the thread would have received.
 
-    def run(rank: int) -> None:
-        try:
-            act(rank)
-        except BaseException as error:  # raised below
-            problems.append(error)
+    `empty_waits`: how often `wait` may find nothing before it raises `ParkedError`.
+    """
 
-    threads = [threading.Thread(target=run, args=[rank], daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    if problems:
-        raise problems[0]
-    if any(thread.is_alive() for thread in threads):
-        raise TimeoutError(f"not all of {ranks} ranks were ready after {SECONDS:g} s")
+    def __init__(self, store: HashStore, traffic: Traffic, rank: int, ranks: int) -> None:
+        self.raw = store
+        self.store = traffic
+        self.received = threading.Condition()
+        self.is_open = True
+        self.rank_0_ended = False
+        self.empty_waits = 0
+        self._rank = rank
+        self._ranks = ranks
+        self._texts: dict[str, str] = {}
+        self._number = 1
+
+    def wait(self, name: str, *_: object, **__: object) -> str | None:
+        """Return the text of a name, if it has been announced."""
+        self._receive_all()
+        text = self._texts.pop(name, None)
+        if text is None:
+            if self.empty_waits == 0:
+                raise ParkedError
+            self.empty_waits -= 1
+        return text
+
+    def _receive_all(self) -> None:
+        """Make the requests that the thread makes for the announcements so far."""
+        key = self._key(self._rank, self._number)
+        while self.raw.check([key]):
+            name, _, text = self.store.get(key).decode().partition("\n")
+            self.store.delete_key(key)
+            self._texts.setdefault(name, text)
+            self._number += 1
+            key = self._key(self._rank, self._number)
+
+
+def controls_of(ranks: int) -> tuple[Traffic, list[QuietControl]]:
+    """The announcements of all ranks, and the traffic of their store."""
+    store = HashStore()
+    traffic = Traffic(store)
+    return traffic, [QuietControl(store, traffic, rank, ranks) for rank in range(ranks)]
 
 
 def barrier(sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes of all requests to the store at a barrier of the Trainer."""
+    """Bytes that all ranks send and receive at a barrier that all of them reach, one after the other."""
     values = []
     for ranks in sizes:
-        log: list[int] = []
-        each = simulated_ranks(ranks, log)
-
-        def arrive(rank: int, ranks: int = ranks, each: list[_Barriers] = each) -> None:
-            wait = _Wait(world_of(rank, ranks), each[rank], "barrier/1", "trainer.fit() after step 12345", HINT)
-            wait.until_all_arrived(SECONDS)
-
-        together(ranks, arrive)
-        values.append(sum(log))
+        traffic, controls = controls_of(ranks)
+        for rank, control in enumerate(controls):
+            state = Mock(control=control, location=lambda doing, rank=rank: RankLocation(rank, 12345, doing))
+            wait = _Wait(world_of(rank, ranks), state, "barrier/1", "trainer.fit() after step 12345", HINT)
+            try:
+                wait.until_all_arrived(600.0)
+            except ParkedError:
+                assert rank < ranks - 1
+        for control in controls[:-1]:
+            assert control.wait("barrier/1") == ""
+        values.append(traffic.bytes)
     return {"name": "barrier", "per": "job", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 1.15}
 
 
 def consensus(sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes of all requests to the store while all ranks agree on the step of a save that one rank requests."""
+    """Bytes that all ranks send and receive until they have decided on the step of a save that rank 0 requests."""
     values = []
+    key = "requests/run/0/0"
+    running = threading.Event()
+    waiting = threading.Event()  # set: the loop waits for the decision
+    waiting.set()
     for ranks in sizes:
-        log: list[int] = []
-        each = simulated_ranks(ranks, log)
-        requested = threading.Event()
-
-        def poll(rank: int, requested: threading.Event = requested) -> StepRequest | None:
-            if rank == 0 and requested.is_set():
-                return StepRequest(Purpose.SAVE, "every_seconds")
-            return None
-
-        agreements = [
-            StepConsensus(
-                rank, ranks, lambda rank=rank, each=each: each[rank].control, "run", lambda rank=rank: poll(rank)
-            )
-            for rank in range(ranks)
-        ]
-        for agreement in agreements:
-            agreement.begin()
-        requested.set()
-
-        def loop(rank: int, agreements: list[StepConsensus] = agreements) -> None:
-            while agreements[rank].end_step() is None:
-                time.sleep(0.02)
-
-        together(ranks, loop)
-        values.append(sum(log))
+        traffic, controls = controls_of(ranks)
+        for rank, control in enumerate(controls):
+            own = None
+            if rank == 0:
+                own = StepRequest(Purpose.SAVE, "every_seconds")
+                control.empty_waits = 1  # it makes its request if it has received none
+            steps = StepConsensus(rank, ranks, None, "run", lambda own=own: own)  # type: ignore[arg-type]
+            request = steps._next_request(control, key, running)
+            assert request is not None
+            ended = waiting if rank == ranks - 1 else running  # the last rank decides, and does not wait
+            try:
+                assert steps._settle(control, "requests/run/0", key, request, ended)
+            except ParkedError:
+                assert rank < ranks - 1
+        for control in controls[:-1]:
+            assert control.wait(f"{key}/answers") == "1"
+        values.append(traffic.bytes)
     return {"name": "consensus", "per": "job", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 1.15}
 
 
@@ -148,33 +164,20 @@ def consensus(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def agreement(sizes: Sequence[int]) -> dict[str, Any]:
-    """Peak of the memory that one rank needs to compare 500 tensors with those of all ranks."""
-    facts = {f"weight {number}": repr(7919 * number) for number in range(500)}
+    """Bytes that one rank exchanges to compare the checksums of 2,000 weights with those of all ranks, if all agree."""
+    facts: consistency.Facts = {f"weight {number}": repr(number * 7919) for number in range(2000)}
     values = []
     for ranks in sizes:
-        with copied_collectives():
-            values.append(peak_bytes(lambda ranks=ranks: consistency.check_agreement(world_of(1, ranks), facts)))
+        exchanged = []
+
+        def all_reduce(row: Tensor, *_: object, exchanged: list[int] = exchanged, **__: object) -> None:
+            exchanged.append(2 * row.nbytes)
+
+        # If the facts differed, they would be gathered, which fails without a process group.
+        with patch.object(dist, "all_reduce", all_reduce):
+            assert consistency.first_difference(world_of(0, ranks), facts) is None
+        values.append(sum(exchanged))
     return {"name": "agreement", "per": "rank", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 0.15}
-
-
-def copied_collectives() -> Any:
-    """A context in which an all-gather returns copies of this rank's own values, and an all-reduce these values."""
-
-    def all_gather(rows: Sequence[torch.Tensor], row: torch.Tensor, *_: object, **__: object) -> None:
-        for each in rows:
-            each.copy_(row)
-
-    return patch.multiple(dist, all_gather=all_gather, all_reduce=lambda *_, **__: None)
-
-
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The largest number of bytes of Python objects that a call has at one time."""
-    tracemalloc.start()
-    try:
-        function()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def random_states(sizes: Sequence[int]) -> dict[str, Any]:
@@ -203,43 +206,47 @@ def random_states(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def history(sizes: Sequence[int]) -> dict[str, Any]:
-    """Bytes that a rank other than 0 keeps for a row of its history."""
-    values = []
-    for ranks in sizes:
-        with copied_collectives():
-            log_row(ranks)
-            kept = []
-            tracemalloc.start()
-            before, _ = tracemalloc.get_traced_memory()
-            for _ in range(8):
-                kept.append(log_row(ranks))
-            values.append((tracemalloc.get_traced_memory()[0] - before) // len(kept))
-            tracemalloc.stop()
+    """Bytes that a rank other than 0 keeps for a row of a log point. The other ranks' values are copies of its own."""
+    torch.set_num_threads(1)
+    values = [kept_per_row(ranks) for ranks in sizes]
     return {"name": "history", "per": "rank", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 0.15}
 
 
-def log_row(ranks: int) -> LogRow:
-    """A row of rank 1, from an interval of one step."""
-    interval = Interval(world_of(1, ranks), 0)
-    interval.add(StepResult([(torch.tensor(1.0), 32)]), 32)
-    reading = interval.close(StepClock(), torch.zeros(4, dtype=torch.float64))
-    values = reading.values()
-    slowest, factor = slowest_rank(values.times)
-    return LogRow(
-        step=1,
-        epoch=0,
-        loss=1.0,
-        learning_rate=0.1,
-        learning_rates=(0.1,),
-        values={},
-        grad_norm=1.0,
-        samples_per_second=1.0,
-        step_seconds=1.0,
-        times=values.times[1],
-        slowest_rank=slowest,
-        slowest_factor=factor,
-        rank_seconds=tuple(times.own + 0.1 for times in values.times),
-        rank_memory=values.memory,
-        mfu=None,
-        weights_checksum=None,
+def kept_per_row(ranks: int) -> float:
+    """Bytes of memory that are free again after the rows of all log points are removed, per row."""
+    model = nn.Linear(1, 1)
+    cpu = torch.device("cpu")
+    replicas = (range(ranks),)
+    strategy = SimpleNamespace(
+        local_parameters=lambda: [*model.parameters()], replicas=replicas, optimizer_replicas=replicas
     )
+    context: Any = SimpleNamespace(
+        config=TrainerConfig(log_every_steps=1, verify_ranks="weights"),
+        world=World(1, ranks, 0, 1, 0, cpu),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy=strategy,
+        logged=LoggedValues(cpu),
+        heartbeat=HeartbeatWriter(),
+        precision=SimpleNamespace(scales=False),
+    )
+
+    def all_reduce(table: Tensor, *_: object, **__: object) -> None:
+        of_ranks = table[4:].view(ranks, -1)
+        of_ranks[:] = of_ranks[1].clone()
+
+    points = LogPoints(context, StepClock(), ignore, ignore, ignore, recorded=False)
+    tracemalloc.start()
+    with patch.object(dist, "all_reduce", all_reduce):
+        for number in range(1, LOG_POINTS + 1):
+            points.note_rates()
+            result = StepResult([(torch.tensor(1.0), 32)])
+            points.after_step(Step(number, 0, 32, ends_epoch=False, log=None), result, last=False)
+    before, _ = tracemalloc.get_traced_memory()
+    points.rows.clear()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return (before - after) / LOG_POINTS
+
+
+def ignore(*_: object) -> None:
+    """Do nothing."""
