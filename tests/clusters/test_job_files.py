@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ddp_kit.cli import submit
 from ddp_kit.clusters import kubeflow
 from ddp_kit.clusters.request import AGAIN, COUNTED, Request
-from ddp_kit.terminal import Terminal
 from tests.support.launching import BIN, ROOT, free_port, seconds
+from tests.support.submitted import job_file
 
 LAUNCH = ROOT / "launch"
 _IMAGE = "--image registry.example.com/me/train:1"
@@ -28,16 +27,7 @@ JOB_FILES = {
 RUNTIME = LAUNCH / "kubeflow" / "runtime.yaml"
 
 
-@pytest.fixture(autouse=True)
-def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-
-
-def job_file(*words: str) -> str:
-    printed: list[str] = []
-    assert submit.run([*words[:2], "--dry-run", *words[2:]], Terminal({}, printed.append)) == 0
-    return printed[0]
+pytestmark = pytest.mark.usefixtures("script")
 
 
 @pytest.mark.parametrize("path", JOB_FILES)

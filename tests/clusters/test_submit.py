@@ -20,21 +20,13 @@ from ddp_kit.clusters.slurm import clock
 from ddp_kit.errors import UsageError
 from ddp_kit.terminal import Terminal
 from tests.support.launching import run, seconds, started
+from tests.support.submitted import job_file
 
 _HOST = "echo up; read code < go; exit $code"
 _SESSION = "import sys; from ddp_kit.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"
 
 
-@pytest.fixture(autouse=True)
-def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-
-
-def job_file(*words: str) -> str:
-    printed: list[str] = []
-    assert submit.run([*words[:2], "--dry-run", *words[2:]], Terminal({}, printed.append)) == 0
-    return printed[0]
+pytestmark = pytest.mark.usefixtures("script")
 
 
 def test_slurm_text_contains_the_requested_resources() -> None:
