@@ -216,10 +216,13 @@ def part_of(file: str) -> str | None:
     return named and named[1]
 
 
-def examine(path: Path) -> StoredCheckpoint:
-    """Examine the checkpoint at `path`, without verifying hashes. Raises `CheckpointError` if `path` does not exist."""
+def examine(path: Path, *, sizes: bool = True) -> StoredCheckpoint:
+    """Examine the checkpoint at `path`, without verifying hashes. Raises `CheckpointError` if `path` does not exist.
+
+    `sizes`: whether to check that all files exist and have their sizes.
+    """
     path = path.absolute()
-    checkpoint = _examined(path, _step_of(path))
+    checkpoint = _examined(path, _step_of(path), sizes=sizes)
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint at {path}", "`ddpkit checkpoints DIR` lists the checkpoints in a folder"
@@ -328,7 +331,7 @@ def _entries(folder: Path) -> list[Path]:
         ) from None
 
 
-def _examined(path: Path, step: int | None) -> StoredCheckpoint | None:
+def _examined(path: Path, step: int | None, *, sizes: bool = True) -> StoredCheckpoint | None:
     """The checkpoint at `path`; None if `path` does not exist. `step`: the step in the folder's name, if any."""
     manifest = None
     problem: str | None
@@ -349,7 +352,8 @@ def _examined(path: Path, step: int | None) -> StoredCheckpoint | None:
     except _ManifestError as error:
         problem = str(error)
     else:
-        problem = next(filter(None, (_wrong_size(path / file.name, file) for file in manifest.files)), None)
+        files = manifest.files if sizes else ()
+        problem = next(filter(None, (wrong_size(path / file.name, file) for file in files)), None)
         if step is not None and manifest.step != step:
             problem = f"{MANIFEST} belongs to step {manifest.step}"
         step = manifest.step
@@ -411,7 +415,8 @@ def _hash_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _wrong_size(path: Path, file: FileRecord) -> str | None:
+def wrong_size(path: Path, file: FileRecord) -> str | None:
+    """What is wrong with the size of a file; None if nothing is."""
     try:
         status = path.lstat()  # not stat: checkpoints contain no links
     except FileNotFoundError:
@@ -558,16 +563,9 @@ class TensorRecord:
     """The parts of the tensor that the file holds, as boxes in the order in which the file stores their values."""
     bytes: int
     """The size of the values in the file."""
-    is_piece: bool = False
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.whole)}"
-
-
-def tensor_table(path: Path) -> dict[str, TensorRecord]:
-    """The tensors of a safetensors file, in file order. Raises `OSError`, and `ValueError` for an invalid file."""
-    with open_file(path) as file:
-        return read_header(file, os.fstat(file.fileno()).st_size)[0]
 
 
 def read_header(file: BufferedReader, size: int) -> tuple[dict[str, TensorRecord], bytes]:
@@ -651,7 +649,7 @@ def _tensor_record(entry: dict[str, Any], piece: dict[str, Any] | None) -> Tenso
     )
     if not is_inside:
         raise ValueError("a piece exceeds the bounds of its tensor")
-    return TensorRecord(dtype, whole, tuple(boxes_of(whole, shape, offsets, flat=flat)), size, is_piece=True)
+    return TensorRecord(dtype, whole, tuple(boxes_of(whole, shape, offsets, flat=flat)), size)
 
 
 def checked_shape(shape: Any) -> Shape:

@@ -1,10 +1,9 @@
 """Checkpoints of a run: when to save, and which checkpoint to resume from."""
 
-import json
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from ddp_kit.checkpoint.format import StoredCheckpoint, checkpoints, name_of, path_of
 from ddp_kit.checkpoint.lock import FolderLock, FolderUse, raised_on_all_ranks
 from ddp_kit.checkpoint.packing import pack
-from ddp_kit.checkpoint.reader import load, other_format_error
+from ddp_kit.checkpoint.reader import load, load_once, other_format_error
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.state import (
     VERSIONS,
@@ -26,12 +25,13 @@ from ddp_kit.checkpoint.state import (
     RandomPart,
     SavedPart,
     as_parts,
+    exchanged,
     explained_load_errors,
     mismatch_error,
 )
 from ddp_kit.checkpoint.writer import set_aside, wait_for_writers
 from ddp_kit.config.settings import TrainerConfig, absolute
-from ddp_kit.distributed.world import World, gathered, gathered_bytes
+from ddp_kit.distributed.world import World, broadcast_bytes, gathered, gathered_bytes, maxima
 from ddp_kit.env import is_restarted, job_id
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
@@ -144,6 +144,8 @@ class Checkpoints:
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
         self._memory_reserved = self._checked_storable = False  # whether memory was reserved, and the state was checked
         self._writers: list[int] = []  # the ranks with the same checkpoint folder, this rank included
+        self._run = ""  # a text that no other Trainer has; equal on all ranks
+        self._saves = 0  # started by this run; equal on all ranks
         lock: FolderLock | None = None
         if self._folder is not None:
             self._writers = self._ranks_with_same_folder(self._folder)
@@ -203,7 +205,8 @@ class Checkpoints:
             self._note_save_end(self._saver.check())
         if not self._checked_storable and self._folder is not None:
             self._checked_storable = True  # check now that the state can be stored, not at the first save hours later
-            pack(self._state(self._parts.values(), [self._rank_states()]))
+            own = self._rank_states()
+            pack(self._state(self._parts.values(), {name: [state] for name, state in own.items()}))
 
     def after_interval(self) -> None:
         """Save because `every_seconds` have passed, unless this step has been saved."""
@@ -285,8 +288,7 @@ class Checkpoints:
             raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
         wait = wait or self._loop_state.may_save
         step = self._progress.step
-        first_writer = self._writers[0]
-        is_first = self._world.rank == first_writer
+        is_first = self._world.rank == self._writers[0]
         with self._folder_use.exclusive():
             self.saved_at = time.monotonic()
             self.save_requested = False
@@ -294,10 +296,14 @@ class Checkpoints:
             self.restore_random()
             self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
             began = time.monotonic()
-            token = self._saver.begin(step) if is_first else ""
+            self._saves += 1
+            token = f"{self._run[:8]}{self._saves:x}"  # not from another rank, so that no rank has to send it
+            if is_first:
+                self._saver.begin(step, token)
             # Also a barrier: after it, the first writer's folder for the unfinished checkpoint exists.
-            texts = gathered_bytes(json.dumps([token, self._rank_states()]).encode(), self._world)
-            tokens, rank_states = zip(*map(json.loads, texts), strict=True)
+            # With separate folders, each gets a whole checkpoint.
+            writer = self._writers[0] if self._shares_folder else None
+            rank_states = exchanged(self._rank_states(), self._parts, self._world, writer)
             self._save_pending = True
             parts = [part for part in self._parts.values() if is_first or part.packed_by_all_ranks]
             with raised_on_all_ranks(self._world) if wait else nullcontext():
@@ -308,7 +314,7 @@ class Checkpoints:
                     step,
                     self._state(parts, rank_states),
                     best=self._best.is_best,
-                    token=tokens[first_writer],
+                    token=token,
                     replicated=self._is_replicated,
                     overlap=self._config.save == "overlapped",
                 )
@@ -319,9 +325,9 @@ class Checkpoints:
                     self._saver.wait()
             self._save_pending = not wait
 
-    def _rank_states(self) -> list[Any]:
-        """The `rank_state` of every part on this rank."""
-        return [part.rank_state() for part in self._parts.values()]
+    def _rank_states(self) -> dict[str, Any]:
+        """The `rank_state` of every part on this rank, by the part's name."""
+        return {name: part.rank_state() for name, part in self._parts.items()}
 
     def _note_save_end(self, ended: bool) -> None:
         """Measure the duration of the last save, if it has just ended."""
@@ -357,15 +363,13 @@ class Checkpoints:
                 place,
             )
 
-    def _state(self, parts: Collection[SavedPart], rank_states: Sequence[Sequence[Any]]) -> dict[str, Any]:
-        """The state of `parts`, to be saved. `rank_states`: for each rank, the `rank_state` of every part."""
+    def _state(self, parts: Collection[SavedPart], rank_states: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """The state of `parts`, to be saved. `rank_states`: the argument of each part's `state_dict`, by its name."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         # Replicated parts first: a tensor that several parts hold is stored with the first one, and every rank that
         # saves has the model, but not the callbacks.
-        states_of_parts = zip(self._parts.values(), zip(*rank_states, strict=True), strict=True)
-        for part, states in sorted(states_of_parts, key=lambda pair: not pair[0].packed_by_all_ranks):
-            if part in parts:
-                state[part.name] = part.state_dict(states)
+        for part in sorted(parts, key=lambda part: not part.packed_by_all_ranks):
+            state[part.name] = part.state_dict(rank_states[part.name])
         return state
 
     def _ranks_with_same_folder(self, folder: Path) -> list[int]:
@@ -375,8 +379,8 @@ class Checkpoints:
         the ranks of its node.
         """
         world = self._world
-        names = gathered_bytes(uuid.uuid4().hex.encode(), world)
-        mark = folder / f"{_MARK}{names[0].decode()}"  # with the name that rank 0 has chosen
+        self._run = broadcast_bytes(uuid.uuid4().hex.encode(), world).decode()
+        mark = folder / f"{_MARK}{self._run}"
         if world.rank == 0:
             for old in folder.glob(f"{_MARK}*"):  # left by a run that was killed at this point
                 old.unlink(missing_ok=True)
@@ -415,10 +419,22 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
         with self._folder_use.exclusive(resuming=True):
-            self._load_parts(path, load(path, device=self._device_of, wanted=self._piece_of))
+            self._load_parts(path, self._state_at(path))
             folder = self._folder
             inside = folder is not None and path.resolve().parent == folder.resolve()
             self._begin_lineage(path, set_aside_after=self._progress.step if inside else -1)
+
+    def _state_at(self, path: Path) -> dict[str, Any]:
+        """Read this rank's part of the state of a checkpoint. Raises `CheckpointError`. A collective.
+
+        Ranks of several nodes that need the same tensors get them from rank 0: thousands would else read the same files
+        from one file system. The ranks of one node read for themselves, because the files are then in its memory.
+        """
+        world = self._world
+        if self._shares_folder and world.world_size > world.local_world_size and not self._strategy.shards:
+            return load_once(path, world, self._device_of)
+        position = world.rank, world.world_size
+        return load(path, device=self._device_of, wanted=self._piece_of, position=position)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
         return self._parts[part].piece_of(tensor) if part in self._parts else None
@@ -499,6 +515,11 @@ class Checkpoints:
             )
         return False
 
+    @property
+    def _shares_folder(self) -> bool:
+        """Whether all ranks use the same checkpoint folder."""
+        return len(self._writers) == self._world.world_size
+
     def _common_steps(self, folder: Path, steps: list[int] | None) -> list[int]:
         """The steps whose checkpoints are in the folders of all nodes, newest first.
 
@@ -527,19 +548,19 @@ class Checkpoints:
         state = None
         problem = ""
         try:
-            state = load(path, device=self._device_of, wanted=self._piece_of)
+            state = self._state_at(path)
         except CheckpointError as error:
-            problem = error.message
+            problem = "" if error.reported_elsewhere else error.message
+        if maxima(self._world, [len(problem)]) == [0]:
+            return state
         problems = gathered_bytes(problem.encode(errors="backslashreplace"), self._world)
         bad = [rank for rank, text in enumerate(problems) if text]
-        if bad:
-            logger.warning(
-                "checkpoint skipped because it cannot be loaded on rank {}: {}",
-                ", ".join(map(str, bad)),
-                problems[bad[0]].decode(),
-            )
-            return None
-        return state
+        logger.warning(
+            "checkpoint skipped because it cannot be loaded on rank {}: {}",
+            ", ".join(map(str, bad)),
+            problems[bad[0]].decode(),
+        )
+        return None
 
 
 def _lineage(path: Path | None) -> Lineage:

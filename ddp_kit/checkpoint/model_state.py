@@ -109,6 +109,7 @@ class ModelPart(SavedPart):
     name = "model"
     version = 2
     packed_by_all_ranks = True
+    compares_ranks = True
 
     def __init__(self, strategy: Strategy, world: World, *, trainable_only: bool) -> None:
         self._model = strategy.model
@@ -321,6 +322,7 @@ class OptimizerPart(SavedPart):
 
     name = "optimizer"
     packed_by_all_ranks = True
+    compares_ranks = True
     version = 3
 
     def __init__(self, strategy: Strategy, optimizer: Optimizer, stepped_optimizer: Optimizer, kind: str) -> None:

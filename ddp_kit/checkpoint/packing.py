@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.format import PIECES, TENSORS, header
+from ddp_kit.checkpoint.format import INDEX, PIECES, TENSORS, header
+from ddp_kit.checkpoint.weight_files import WHOLE
 from ddp_kit.checkpoint.writer import Region
 from ddp_kit.errors import CheckpointError
 from ddp_kit.state_values import Piece
@@ -335,6 +336,7 @@ class _Packer:
         if name not in self._names:
             self.aliases.setdefault(self._part, {})[name] = stored.name
         packed: dict[str, Any] = {"$tensor": [stored.part, stored.name]}
+        packed[WHOLE] = [DTYPES[value.tensor.dtype], [*value.shape]]
         if not value.tensor.is_cpu:
             packed["device"] = str(value.tensor.device)
         return packed
@@ -481,16 +483,44 @@ class Division:
         for number, piece in pieces.items():
             owners[number] = writer if piece.owned else None
         numbers = [number for number, owner in enumerate(owners) if owner == writer]
-        suffix = f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
-        self.layout = lay_out([packed.tensors[number] for number in numbers], packed.aliases, suffix)
+        self.layout = lay_out([packed.tensors[number] for number in numbers], packed.aliases, self._suffix(writer))
+        self.indexes: Mapping[str, bytes] = {}
+        """The index files by name, which writer 0 writes: every writer computes the same division of whole tensors."""
+        if writer == 0 and self.writers > 1:
+            whole = {number: owner for number, owner in enumerate(owners) if number not in pieces and owner is not None}
+            self.indexes = _indexes(packed.tensors, whole, self._suffix)
         self.numbers = [numbers[place.number] for place in self.layout.places]
         """The indices in `packed.tensors` of the tensors that this writer saves, in the order of their places."""
         self.replicated = [number in sizes for number in self.numbers]
         """For each tensor in `numbers`, whether it is replicated."""
 
+    def _suffix(self, writer: int) -> str:
+        """The suffix of a writer's file names, before the extension."""
+        return f"-{writer + 1:05d}-of-{self.writers:05d}" if self.writers > 1 else ""
+
     def fits(self, packed: Packed) -> bool:
         """Whether this division can be reused for `packed`: its tensors must match in all but their values."""
         return self._key == _key(packed)
+
+
+def _indexes(tensors: Sequence[Stored], owners: Mapping[int, int], suffix: Callable[[int], str]) -> dict[str, bytes]:
+    """For each part with whole tensors in several files, an index of them, in Hugging Face's format.
+
+    `owners`: the writer of each whole tensor. `suffix`: a function that returns the suffix of a writer's file names.
+    """
+    sizes: dict[str, int] = {}
+    files: dict[str, dict[str, str]] = {}
+    divided = set()
+    for number, stored in enumerate(tensors):
+        owner = owners.get(number)
+        shape = stored.shape if stored.piece is None else stored.piece.shape
+        sizes[stored.part] = sizes.get(stored.part, 0) + math.prod(shape) * stored.dtype.itemsize
+        if owner is not None:
+            files.setdefault(stored.part, {})[stored.name] = f"{stored.part}{suffix(owner)}{TENSORS}"
+        if owner != 0:
+            divided.add(stored.part)
+    contents = {part: {"metadata": {"total_size": sizes[part]}, "weight_map": names} for part, names in files.items()}
+    return {f"{part}{INDEX}": json.dumps(contents[part], indent=2).encode() for part in sorted(divided & files.keys())}
 
 
 def active_writers(size: int, writers: int) -> int:

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import json
 import math
 import re
 import struct
@@ -15,9 +16,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_kit.checkpoint.format import ITEM_BYTES, StoredCheckpoint, checked_shape, checkpoints, examine, read_state
+from ddp_kit.checkpoint.format import (
+    ITEM_BYTES,
+    Box,
+    Shape,
+    StoredCheckpoint,
+    boxes_of,
+    checked_shape,
+    checkpoints,
+    examine,
+    read_state,
+)
+from ddp_kit.checkpoint.lock import raised_on_all_ranks
 from ddp_kit.checkpoint.packing import DEEPEST, DTYPE_OF, DTYPES, METADATA
-from ddp_kit.checkpoint.weight_files import Destination, Key, TensorFiles, Whole, keys_in
+from ddp_kit.checkpoint.weight_files import (
+    Destination,
+    Key,
+    Needed,
+    Position,
+    TensorFiles,
+    Whole,
+    keys_in,
+    references,
+)
+from ddp_kit.distributed.world import World, broadcast_bytes, broadcast_tensors
 from ddp_kit.errors import CheckpointError
 from ddp_kit.state_values import Piece
 
@@ -177,6 +199,7 @@ def load(
     *,
     device: torch.device | str | DeviceOf = "cpu",
     wanted: Wanted = lambda _part, _name: None,
+    position: Position | None = None,
 ) -> dict[str, Any]:
     """Read a checkpoint, and return the state that was passed to `Saver.save`.
 
@@ -184,19 +207,49 @@ def load(
     `wanted`: a function that returns the region of a tensor that this process needs, as a `Piece`. The state then has a
     `Piece` with only this region in place of the tensor, and files without wanted regions are not read. A tensor is
     read whole if the function returns None, or a `Piece` of a tensor with a different shape. Without `wanted`, all
-    files are read, and all tensors are whole.
+    files are read, and all tensors are whole. `position`: the rank of this process and the number of ranks, if other
+    ranks read the other files: this opens only files that it needs, beginning with those that this rank has written.
     Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
     Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
-    checkpoint = examine(Path(path))
+    checkpoint = examine(Path(path), sizes=position is None)
     if checkpoint.manifest is None or not checkpoint.whole:
         raise cannot_load(checkpoint, str(checkpoint.problem))
     with explained_read_errors(checkpoint):
-        files = TensorFiles(checkpoint)
-        values = _read_tensors(files, {key: wanted(*key) for key in files.tensors})
         text = read_state(checkpoint)
+        if position is None:
+            files = TensorFiles(checkpoint)
+        else:
+            needed = {key: Needed(known, _region(wanted(*key))) for key, known in references([text])}
+            files = TensorFiles(checkpoint, needed, position)
+        values = _read_tensors(files, {key: wanted(*key) for key in files.tensors})
     device_of = device if callable(device) else _always(torch.device(device))
     state: dict[str, Any] = unpack(text, _Fetch(values, device_of))
+    return state
+
+
+def load_once(path: Path, world: World, device: DeviceOf) -> dict[str, Any]:
+    """Read a checkpoint on rank 0 alone, and return the state, with whole tensors, on all ranks. A collective.
+
+    `path`, `device`: as for `load`. If rank 0 raises `CheckpointError`, all ranks do.
+    """
+    content: Any = None
+    values: dict[Key, Tensor | Piece] = {}
+    with raised_on_all_ranks(world):
+        if world.is_main:
+            checkpoint = examine(path)
+            if not checkpoint.whole:
+                raise cannot_load(checkpoint, str(checkpoint.problem))
+            with explained_read_errors(checkpoint):
+                files = TensorFiles(checkpoint)
+                values = _read_tensors(files, dict.fromkeys(files.tensors))
+                content = [read_state(checkpoint), [[*key, *whole] for key, whole in files.tensors.items()]]
+    text, table = json.loads(broadcast_bytes(json.dumps(content).encode(), world))
+    for part, name, dtype, shape in table:
+        if not world.is_main:
+            values[part, name], _ = _memory(Whole(dtype, tuple(shape)), None)
+    broadcast_tensors([value for value in values.values() if isinstance(value, Tensor)], world)
+    state: dict[str, Any] = unpack(text, _Fetch(values, device))
     return state
 
 
@@ -209,6 +262,17 @@ def load_entries(checkpoint: StoredCheckpoint, entries: Mapping[str, Any]) -> di
         values = _read_tensors(TensorFiles(checkpoint), dict.fromkeys(keys_in(entries.values())))
     read: dict[str, Any] = unpack(dict(entries), _Fetch(values, _always(torch.device("cpu"))))
     return read
+
+
+def _region(piece: Piece | None) -> Callable[[Shape], list[Box]]:
+    """A function: shape of a whole tensor -> the boxes to read of it, if `piece` is wanted."""
+
+    def region(shape: Shape) -> list[Box]:
+        if piece is None or piece.shape != shape:
+            return boxes_of(shape, shape, (0,) * len(shape), flat=False)
+        return boxes_of(shape, tuple(piece.tensor.shape), piece.offsets, flat=piece.flat)
+
+    return region
 
 
 @contextmanager

@@ -418,14 +418,16 @@ class Saver:
         self._copying: _Copying | None = None
         self._error: CheckpointError | None = None  # the transient error of the last save, which was logged
 
-    def begin(self, step: int) -> str:
+    def begin(self, step: int, token: str | None = None) -> str:
         """Create the folder of a checkpoint that several writers will write, and return the token for `save`.
+
+        `token`: a text that is different for each save; None: a random one.
 
         Called for writer 0, before the other writers save. Waits until the previous save is finished, which would
         remove the folder. If the folder cannot be created, the save reports the error.
         """
         self.check(wait=True)
-        token = secrets.token_hex(4)
+        token = token or secrets.token_hex(4)
         if self._writers > 1:
             with suppress(OSError):
                 make_folder(self._folder)
@@ -468,8 +470,9 @@ class Saver:
         text = b""
         files = division.layout.files
         if self._number == 0:
-            text = _dumps(packed.text).encode()
-            files = (*files, Region(STATE, division.layout.bytes, len(text)))
+            for name, content in {STATE: _dumps(packed.text).encode(), **division.indexes}.items():
+                files = (*files, Region(name, division.layout.bytes + len(text), len(content)))
+                text += content
         tensors = [packed.tensors[number] for number in division.numbers]
         with _enough_memory(division.layout.bytes):
             self._buffer.prepare(division.layout, [stored.tensor for stored in tensors], text)

@@ -29,9 +29,12 @@ from ddp_kit.distributed.world import (
     World,
     decoded,
     encoded,
+    equal_on_all_ranks,
+    gathered_bytes,
     mixed_seed,
     random_states,
     seed_everything,
+    sent_bytes,
     set_random_states,
 )
 from ddp_kit.errors import CheckpointError, DdpKitError
@@ -98,7 +101,8 @@ class SavedPart(ABC):
     """A named part of a run's state.
 
     saving:   rank_state() on every rank, then state_dict(rank states of all ranks) on the first writer rank;
-              if `packed_by_all_ranks`, on all ranks, each of which writes some of the tensors
+              if `packed_by_all_ranks`, on all ranks, each of which writes some of the tensors; these get the rank
+              states of others only if `compares_ranks`
     loading:  check(state) of all parts, then load_state_dict(state)
     """
 
@@ -115,14 +119,19 @@ class SavedPart(ABC):
 
     packed_by_all_ranks: bool = False
     """Whether every rank calls `state_dict`, so that ranks can divide the writing; see `is_replicated`."""
+    compares_ranks: ClassVar[bool] = False
+    """Whether every rank gets the `rank_state` of all ranks; if False, only the first writer does."""
 
     def rank_state(self) -> Any:
-        """This rank's own state, as JSON values."""
+        """This rank's own state, as JSON values. None if there is nothing to send to another rank."""
         return None
 
     @abstractmethod
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        """The part's state, of types that `checkpoint.packing.pack` can store. `ranks`: every rank's `rank_state`."""
+        """The part's state, of types that `checkpoint.packing.pack` can store.
+
+        `ranks`: every rank's `rank_state`; only one if `compares_ranks` is set and all are equal.
+        """
 
     def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
         """Whether the tensor with this name in the part's file is the same on every rank."""
@@ -149,6 +158,29 @@ class SavedPart(ABC):
 
     def load_nothing(self) -> None:  # noqa: B027 - most parts have nothing to say
         """Called instead of `load_state_dict` if the checkpoint does not have this part."""
+
+
+def exchanged(
+    own: Mapping[str, Any], parts: Mapping[str, SavedPart], world: World, writer: int | None
+) -> dict[str, list[Any]]:
+    """For each part, the rank states that its `state_dict` gets. A collective.
+
+    `own`: the rank states of this rank, by the names of the parts. `writer`: the only rank that needs all states of
+    parts that do not compare them; None: every rank does.
+    """
+    compared = {name: state for name, state in own.items() if parts[name].compares_ranks}
+    kept = {name: state for name, state in own.items() if name not in compared and state is not None}
+    texts = [json.dumps(compared).encode()]
+    if not equal_on_all_ranks(texts[0], world):
+        texts = gathered_bytes(texts[0], world)
+    content = json.dumps(kept).encode() if kept else b""
+    sent = gathered_bytes(content, world) if writer is None else sent_bytes(content, world, writer)
+    equal = [json.loads(text) for text in texts]
+    others = [json.loads(text or b"{}") for text in sent]
+    return {
+        name: [state[name] for state in equal] if name in compared else [state.get(name) for state in others]
+        for name in parts
+    }
 
 
 # --- Settings that the script has changed -----------------------------------------------------------------------------
@@ -394,45 +426,84 @@ class PrecisionPart(SavedPart):
         self._steps.skipped_steps = state["skipped"]
 
 
+_ROW_BYTES = 1 << 14  # a rank's random states as text, with room for those of 100 GPUs
+
+
 class RandomPart(SavedPart):
     """The random states of every rank.
+
+    If each rank writes its own file, the states of each rank are a row of a tensor, so that no rank needs those of
+    another; else they are a list of texts.
 
     Loading applies nothing: the code between Trainer() and fit() draws as in a new run. `restore` applies the states
     before the first step or save.
     """
 
     name = "random"
+    version = 2
+    older_versions = (1,)  # always a list
 
-    def __init__(self, world: World, seed: int, data_rank: int, progress: Progress) -> None:
-        """`data_rank`: the data-parallel rank; ranks that share it get the same samples and random numbers."""
+    def __init__(self, world: World, seed: int, data_rank: int, progress: Progress, *, pieces: bool) -> None:
+        """`data_rank`: the data-parallel rank; ranks that share it get the same samples and random numbers.
+
+        `pieces`: whether ranks hold only parts of the weights, so that each writes a file of its own.
+        """
         self._world = world
         self._seed = seed
         self._data_rank = data_rank
         self._progress = progress
-        self._loaded: list[RandomStates] | None = None  # loaded but not yet restored
+        self.packed_by_all_ranks = pieces
+        self._loaded: tuple[int, RandomStates | None] | None = None  # loaded but not yet restored; see `_own`
         self._known = False  # whether this run has resumed from a step
 
     def rank_state(self) -> Any:
-        return encoded(random_states(self._world))
+        return None if self.packed_by_all_ranks else encoded(random_states(self._world))
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
-        return [*ranks]
+        if not self.packed_by_all_ranks:
+            return [*ranks]
+        text = encoded(random_states(self._world)).encode().ljust(_ROW_BYTES)
+        row = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
+        return {f"{self._world.world_size}": self._row(self._world.world_size).with_tensor(row)}
+
+    def is_replicated(self, tensor: str) -> bool:  # noqa: ARG002
+        return False
+
+    def piece_of(self, tensor: str) -> Piece | None:
+        return self._row(int(tensor))
+
+    def _row(self, ranks: int) -> Piece:
+        """This rank's row of the states of `ranks` ranks; an empty piece if this run has another number of ranks."""
+        same = ranks == self._world.world_size
+        values = torch.empty(int(same), _ROW_BYTES, dtype=torch.uint8)
+        return Piece(values, (ranks, _ROW_BYTES), (self._world.rank if same else 0, 0))
+
+    def _own(self, state: Any) -> tuple[int, RandomStates | None]:
+        """The number of ranks in a saved state, and this rank's states; None if this run has another number."""
+        if isinstance(state, list):
+            ranks = len(state)
+            texts = state[self._world.rank :]
+        else:
+            ((name, row),) = state.items()
+            ranks = whole_number(int(name), "the number of ranks", 1)
+            texts = [bytes(self._row(ranks).of(row).flatten().tolist()).decode()]
+        return ranks, decoded(texts[0]) if ranks == self._world.world_size else None
 
     def check(self, state: Any) -> str | None:
         """Validate the states by setting them once, because an error in `restore` would not name the checkpoint."""
-        if not isinstance(state, list):
-            raise ValueError("the random states are not a list")
-        saved = [decoded(text) for text in state]
-        if len(saved) == self._world.world_size:
+        if not isinstance(state, list | dict):
+            raise ValueError("the random states are neither a list nor a table")
+        _, own = self._own(state)
+        if own is not None:
             before = random_states(self._world)
             try:
-                set_random_states(saved[self._world.rank])
+                set_random_states(own)
             finally:
                 set_random_states(before)
         return None
 
     def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
-        self._loaded = [decoded(text) for text in state]
+        self._loaded = self._own(state)
         self._known = False
 
     def restore(self) -> bool:
@@ -440,23 +511,22 @@ class RandomPart(SavedPart):
         if self._loaded is not None:
             self._known = self._progress.step > 0
             if self._known:
-                self._set(self._loaded)
+                self._set(*self._loaded)
             self._loaded = None
         return self._known
 
-    def _set(self, saved: Sequence[RandomStates]) -> None:
-        ranks = self._world.world_size
+    def _set(self, ranks: int, own: RandomStates | None) -> None:
         # Also seeds what the checkpoint has no state for: this rank, or its GPUs if it was saved on a CPU.
         seed_everything(mixed_seed(self._seed, self._progress.step), self._data_rank)
-        if len(saved) == ranks:
-            set_random_states(saved[self._world.rank])
+        if own is not None:
+            set_random_states(own)
             return
         logger.warning(
             "the checkpoint was saved with {}, but this run has {}. If the dataset has a length, the number of "
             "ranks does not change which samples each step uses. The results still differ, because random numbers (for "
             "example, for dropout) and the batches that BatchNorm sees depend on the number of ranks",
-            plural(len(saved), "rank"),
-            ranks,
+            plural(ranks, "rank"),
+            self._world.world_size,
         )
 
 
@@ -492,13 +562,18 @@ class CallbacksPart(SavedPart):
         return False
 
     def rank_state(self) -> Any:
+        if not any(callback.state_per_rank for callback in self._callbacks):
+            return None
         return [as_text(callback.state_dict()) if callback.state_per_rank else None for callback in self._callbacks]
 
     def state_dict(self, ranks: Sequence[Any]) -> Any:
         states: list[Any] = []
         for number, callback in enumerate(self._callbacks):
-            every_rank = {_EVERY_RANK: [rank_state[number] for rank_state in ranks]}
-            state = every_rank if callback.state_per_rank else callback.state_dict()
+            state: Any
+            if callback.state_per_rank:
+                state = {_EVERY_RANK: [rank_state[number] for rank_state in ranks]}
+            else:
+                state = callback.state_dict()
             states.append([type(callback).__name__, state])
         return states
 

@@ -1,7 +1,8 @@
 """Reads the tensors of a checkpoint, and the names of its weights, with numpy instead of torch."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from itertools import chain
@@ -18,22 +19,28 @@ from ddp_kit.checkpoint.format import (
     StoredCheckpoint,
     TensorRecord,
     boxes_of,
+    checked_shape,
     open_file,
     overlap,
     part_of,
     read_header,
     split_box,
     wrong_hash,
+    wrong_size,
 )
 
 # --- Tensor files -----------------------------------------------------------------------------------------------------
 # Tensors, or parts of them, are read and their hashes verified in one pass: each byte is read only once.
 #
-#     files = TensorFiles(checkpoint)                          reads the headers
+#     files = TensorFiles(checkpoint)                          reads the headers, of all files or of those needed
 #     files.tensors["model", "weight"]                    dtype and shape of the whole tensor, also if it is sharded
 #     files.read({("model", "weight"): places(...)})      copies the requested parts into the caller's memory
 #
 # Files are read in chunks, so the additional memory does not depend on their size.
+#
+# A rank that wants pieces must not open the files of thousands of other ranks to find them. `_Search` begins with the
+# file at this rank's own position, which has everything if the number of ranks is the same. Each piece found tells how
+# far away, in files, a missing value probably is; if the guesses are wrong, all files are opened in the end.
 
 
 _CHUNK = 8 << 20
@@ -85,30 +92,63 @@ class _File(NamedTuple):
     header: bytes
 
 
+Position = tuple[int, int]
+"""The rank of a process, and the number of ranks."""
+
+
+class Needed(NamedTuple):
+    """The values of a tensor that a process needs."""
+
+    known: Whole | None
+    """The whole tensor according to state.json; None for tensors that are not in pieces, and in old checkpoints."""
+    region: Callable[[Shape], list[Box]]
+    """Shape of the whole tensor -> the boxes that are needed."""
+
+
 class TensorFiles:
     """The tensor files of a checkpoint. Creating it reads their headers.
 
+    `needed`, `position`: read only as many headers as it takes to find these values, beginning with the files that the
+    rank at this position has probably written; None: read the headers of all files.
     Raises `OSError`, and `ValueError` if a file is damaged or the pieces of a tensor are incomplete.
     """
 
-    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+    def __init__(
+        self, checkpoint: StoredCheckpoint, needed: Mapping[Key, Needed] | None = None, position: Position = (0, 1)
+    ) -> None:
         assert checkpoint.manifest is not None, "examined"
         self._checkpoint = checkpoint
-        with ThreadPoolExecutor(_READERS) as pool:
-            self._files = [*filter(None, pool.map(self._examined, checkpoint.manifest.files))]
-        records: dict[Key, list[TensorRecord]] = {}
-        for file in self._files:
-            for name, record in file.tensors.items():
-                records.setdefault((file.part, name), []).append(record)
-        self.tensors = {key: _whole(key[1], pieces) for key, pieces in records.items()}
+        self._files: list[_File] = []
+        self.tensors: dict[Key, Whole] = {}
+        parts: dict[str, list[FileRecord]] = {}
+        for file in sorted(checkpoint.manifest.files, key=lambda file: file.name):
+            part = part_of(file.name)
+            if part is not None:
+                parts.setdefault(part, []).append(file)
+        if needed is None:
+            with ThreadPoolExecutor(_READERS) as pool:
+                self._files += pool.map(self._examined, chain.from_iterable(parts.values()))
+            records: dict[Key, list[TensorRecord]] = {}
+            for opened in self._files:
+                for name, record in opened.tensors.items():
+                    records.setdefault((opened.part, name), []).append(record)
+            self.tensors = {key: _whole(key[1], pieces) for key, pieces in records.items()}
+            return
+        for part in dict.fromkeys(part for part, _ in needed):
+            of_part = {name: values for (other, name), values in needed.items() if other == part}
+            search = _Search(of_part, len(parts.get(part, ())), position)
+            while (number := search.next_file()) is not None:
+                self._files.append(self._examined(parts[part][number]))
+                search.add(number, self._files[-1].tensors)
+            self.tensors.update(((part, name), whole) for name, whole in search.found().items())
 
-    def _examined(self, record: FileRecord) -> _File | None:
-        part = part_of(record.name)
-        if part is None:
-            return None
-        with open_file(self._checkpoint.path / record.name) as file:
+    def _examined(self, record: FileRecord) -> _File:
+        path = self._checkpoint.path / record.name
+        if problem := wrong_size(path, record):
+            raise ValueError(problem)
+        with open_file(path) as file:
             try:
-                return _File(record, part, *read_header(file, record.bytes))
+                return _File(record, str(part_of(record.name)), *read_header(file, record.bytes))
             except ValueError:  # not written by a Saver
                 raise ValueError(wrong_hash(record.name)) from None
 
@@ -130,6 +170,103 @@ class TensorFiles:
                 _copy(record, wanted.get((file.part, name), ()), opened, hasher)
         if str(hasher) != file.record.hash:
             raise ValueError(wrong_hash(file.record.name))
+
+
+class _Search:
+    """Chooses which files of a part to open, one after another, until all needed values are found.
+
+    while (number := search.next_file()) is not None:
+        search.add(number, the tensors in the header of this file)
+    search.found()
+    """
+
+    def __init__(self, needed: Mapping[str, Needed], count: int, position: Position) -> None:
+        """`count`: the number of files, which `next_file` counts from 0. `position`: as in `TensorFiles`."""
+        rank, ranks = position
+        self._needed = needed
+        self._unopened = list(range(count))
+        self._likely = [rank * count // ranks, 0]  # writer 0 has written what is not in pieces
+        self._records: dict[str, list[TensorRecord]] = {name: [] for name in needed}
+        self._spans: dict[str, list[tuple[int, int, int]]] = {name: [] for name in needed}  # begin, end, file
+        self._regions: dict[str, list[Box]] = {}
+        self._missing: dict[str, int | None] = {}  # name -> the number of values; None: unknown
+        for name, values in needed.items():
+            self._missing[name] = None
+            if values.known is not None:
+                self._set_region(name, values.known.shape)
+
+    def _set_region(self, name: str, shape: Shape) -> None:
+        self._regions[name] = self._needed[name].region(shape)
+        self._missing[name] = sum(math.prod(box.shape) for box in self._regions[name])
+        self._remove_if_found(name)
+
+    def _remove_if_found(self, name: str) -> None:
+        left = self._missing[name]
+        if left is not None and left <= 0:
+            del self._missing[name]
+
+    def next_file(self) -> int | None:
+        """The file to open next; None if everything is found, or all files are open."""
+        if not self._missing or not self._unopened:
+            return None
+        while self._likely and self._likely[0] not in self._unopened:
+            del self._likely[0]
+        name = next(iter(self._missing))
+        guess = self._likely[0] if self._likely else self._guess(name)
+        at = min(bisect_left(self._unopened, guess), len(self._unopened) - 1)
+        return self._unopened.pop(at)
+
+    def _guess(self, name: str) -> int:
+        """The file that holds the first missing value of a tensor if all files hold equally many of its values."""
+        spans = sorted(self._spans[name])
+        if not spans:
+            return self._unopened[0]
+        whole = self._records[name][0].whole
+        at = _index_in(whole, self._regions[name][0])
+        for begin, end, _ in spans:
+            if begin <= at < end:
+                at = end
+        begin, end, number = min(spans, key=lambda span: abs(span[0] - at))
+        return number + (at - begin) // (end - begin)
+
+    def add(self, number: int, tensors: Mapping[str, TensorRecord]) -> None:
+        """Note what an opened file holds."""
+        for name, record in tensors.items():
+            if name not in self._records:
+                continue
+            self._records[name].append(record)
+            if self._missing.get(name, 0) is None:
+                self._set_region(name, record.whole)
+            for box in record.boxes:
+                begin = _index_in(record.whole, box)
+                self._spans[name].append((begin, begin + math.prod(box.shape), number))
+                common = filter(None, (box.intersection(other) for other in self._regions[name]))
+                values = sum(math.prod(each.shape) for each in common)
+                if name in self._missing:
+                    self._missing[name] = int(self._missing[name] or 0) - values
+            if name in self._missing:
+                self._remove_if_found(name)
+
+    def found(self) -> dict[str, Whole]:
+        """The tensors. Raises `ValueError` if values are missing, or files contradict each other or state.json."""
+        for name in self._missing:
+            raise ValueError(f"the tensor {name!r} is incomplete")
+        tensors = {}
+        for name, values in self._needed.items():
+            wholes = {Whole(record.dtype, record.whole) for record in self._records[name]}
+            wholes |= {*filter(None, [values.known])}
+            if len(wholes) > 1 or overlap(box for record in self._records[name] for box in record.boxes):
+                raise ValueError(f"the tensor {name!r} is stored more than once")
+            (tensors[name],) = wholes
+        return tensors
+
+
+def _index_in(whole: Shape, box: Box) -> int:
+    """The row-major index of the first value of a box."""
+    index = 0
+    for size, begin in zip(whole, box.begin, strict=True):
+        index = index * size + begin
+    return index
 
 
 def _must_read(file: _File, wanted: Mapping[Key, Sequence[Destination]]) -> bool:
@@ -196,6 +333,8 @@ def _whole(name: str, records: Sequence[TensorRecord]) -> Whole:
 FROZEN = "frozen"
 """The key of the fingerprint in the entry of a weight that `checkpoint.trainable_only` omitted."""
 _TENSORS = ("$tensor", "$array")
+WHOLE = "whole"
+"""The key of the dtype and the shape of the whole tensor, in the entry of a tensor that is stored in pieces."""
 _AVERAGING = "EMA"  # the class of the callback
 
 
@@ -237,6 +376,14 @@ def has_average(state: Any) -> bool:
 
 def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
     """The keys of the tensors that entries of state.json refer to. Raises `ValueError` for invalid references."""
+    return (key for key, _ in references(entries))
+
+
+def references(entries: Iterable[Any]) -> Iterator[tuple[Key, Whole | None]]:
+    """The key of each tensor that entries of state.json refer to, and the whole tensor if it is stored in pieces.
+
+    Raises `ValueError` for invalid references.
+    """
     waiting = [*entries]
     while waiting:
         entry = waiting.pop()
@@ -250,7 +397,14 @@ def keys_in(entries: Iterable[Any]) -> Iterator[Key]:
                 key = entry[tag]
                 if not isinstance(key, list) or len(key) != 2 or not all(isinstance(name, str) for name in key):
                     raise ValueError("a reference to a tensor is invalid")
-                yield key[0], key[1]
+                whole = entry.get(WHOLE)
+                yield (key[0], key[1]), None if whole is None else _known(whole)
+
+
+def _known(whole: Any) -> Whole:
+    if not isinstance(whole, list) or len(whole) != 2 or whole[0] not in [*ITEM_BYTES]:
+        raise ValueError("the description of a tensor in pieces is invalid")
+    return Whole(whole[0], checked_shape(whole[1]))
 
 
 def _averages(state: Any) -> list[dict[str, Any]]:

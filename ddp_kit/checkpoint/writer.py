@@ -27,7 +27,6 @@ from typing import IO, Self
 
 from ddp_kit.checkpoint.format import (
     ASIDE,
-    INDEX,
     MANIFEST,
     REMOVED,
     REPLACED,
@@ -41,8 +40,6 @@ from ddp_kit.checkpoint.format import (
     manifest_content,
     name_of,
     open_file,
-    part_of,
-    tensor_table,
 )
 from ddp_kit.errors import CheckpointError, advice_for
 
@@ -278,7 +275,7 @@ def write_share(task: WriteTask, memory: memoryview, unfinished: Path, system: S
         # Writer 0 has given up, and reports why.
 
 
-def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callable[[], bool]) -> list[FileRecord]:
+def collect(task: WriteTask, unfinished: Path, abandoned: Callable[[], bool]) -> list[FileRecord]:
     """Wait for the shares of the other writers, and return the records of all their files. Called by writer 0.
 
     `unfinished`: the folder of the unfinished checkpoint. `abandoned`: a function that returns whether the training
@@ -313,13 +310,6 @@ def collect(task: WriteTask, unfinished: Path, system: System, abandoned: Callab
             time.sleep(min(max(waited / _POLLS_PER_WAIT, _FIRST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
     for path in unfinished.glob(".writer-*"):
         path.unlink()
-    # For each part that has several files, an index that maps tensors to files, in Hugging Face's format.
-    for part in sorted(filter(None, {part_of(file.name) for file in records})):
-        tables = {path.name: tensor_table(path) for path in sorted(unfinished.iterdir()) if part_of(path.name) == part}
-        total = sum(tensor.bytes for table in tables.values() for tensor in table.values())
-        files = {name: file for file, table in tables.items() for name, tensor in table.items() if not tensor.is_piece}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
-        records.append(write_file(unfinished / f"{part}{INDEX}", text.encode(), system))
     return records
 
 
@@ -445,7 +435,7 @@ def write(
                 if task.size > system.free(folder):
                     raise _full(task, folder, system)
                 records = _write_files(task, memory, unfinished, system)
-                records += collect(task, unfinished, system, abandoned)
+                records += collect(task, unfinished, abandoned)
                 created = datetime.now(UTC).isoformat(timespec="seconds")
                 manifest = Manifest(task.step, created, task.best, task.versions, tuple(records))
                 write_file(unfinished / MANIFEST, manifest_content(manifest), system)

@@ -7,7 +7,7 @@ import sys
 import time
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -382,6 +382,74 @@ def gathered_bytes(content: bytes, world: World, hosts: dist.ProcessGroup | None
     rows = [torch.empty_like(padded, device=device) for _ in lengths]
     dist.all_gather(rows, padded.to(device), group=hosts)
     return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def maxima(world: World, numbers: list[int]) -> list[int]:
+    """The largest value on any rank of each number. A collective, whose cost does not depend on the number of ranks."""
+    if world.world_size == 1:
+        return numbers
+    row = torch.tensor(numbers, dtype=torch.int64, device=world.device)
+    dist.all_reduce(row, op=dist.ReduceOp.MAX)
+    largest: list[int] = row.tolist()
+    return largest
+
+
+def equal_on_all_ranks(content: bytes, world: World) -> bool:
+    """Whether all ranks have the same bytes, as far as a hash of 56 bits tells. A collective, like `maxima`."""
+    number = int.from_bytes(blake2b(content, digest_size=7).digest())
+    largest, smallest = maxima(world, [number, -number])
+    return largest == -smallest
+
+
+def broadcast_bytes(content: bytes, world: World) -> bytes:
+    """Rank 0's bytes, on all ranks. A collective."""
+    if world.world_size == 1:
+        return content
+    (length,) = maxima(world, [len(content) if world.is_main else 0])
+    row = torch.frombuffer(bytearray(content[:length].ljust(max(1, length), b"\0")), dtype=torch.uint8)
+    row = row.to(world.device)
+    dist.broadcast(row, 0)
+    return row[:length].cpu().numpy().tobytes()
+
+
+_AT_ONCE = 64 << 20  # bytes that are broadcast at once, so that small tensors do not wait for each other
+
+
+def broadcast_tensors(tensors: Sequence[Tensor], world: World) -> None:
+    """Fill contiguous tensors in host memory with rank 0's values. A collective."""
+    bunch: list[Tensor] = []
+    parts = [
+        part
+        for tensor in tensors
+        for part in torch.split(tensor.reshape(-1).view(torch.uint8), _AT_ONCE)
+        if part.numel()
+    ]
+    for number, part in enumerate(parts):
+        bunch.append(part)
+        size = sum(each.numel() for each in bunch)
+        if number + 1 == len(parts) or size + parts[number + 1].numel() > _AT_ONCE:
+            together = torch.cat(bunch).to(world.device)
+            dist.broadcast(together, 0)
+            for target, values in zip(bunch, torch.split(together, [each.numel() for each in bunch]), strict=True):
+                target.copy_(values)
+            bunch = []
+
+
+def sent_bytes(content: bytes, world: World, receiver: int) -> list[bytes]:
+    """All ranks' bytes, in rank order, on the rank `receiver`; empty on all other ranks. A collective."""
+    if world.world_size == 1:
+        return [content]
+    (longest,) = maxima(world, [len(content)])
+    if longest == 0:  # nothing to send, which is common
+        return [b""] * world.world_size if world.rank == receiver else []
+    row = torch.frombuffer(bytearray(len(content).to_bytes(8) + content.ljust(longest, b"\0")), dtype=torch.uint8)
+    row = row.to(world.device)
+    rows = None
+    if world.rank == receiver:
+        rows = [torch.empty_like(row) for _ in range(world.world_size)]
+    dist.gather(row, rows, dst=receiver)
+    received = [each.cpu().numpy().tobytes() for each in rows or ()]
+    return [each[8 : 8 + int.from_bytes(each[:8])] for each in received]
 
 
 # --- Serialization of random states -----------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def build(asked: Arguments, call_callbacks: Callable[..., None], call_on_gradien
     def steps_done(update: str) -> int:
         return position.step // every.get(update, 1) - step.skipped_steps
 
-    random = RandomPart(world, settings.seed, strategy.data_rank, position)
+    random = RandomPart(world, settings.seed, strategy.data_rank, position, pieces=strategy.shards)
     best = BestPart(settings.checkpoint, position)
     saved_parts = (
         # First, so that nothing else is loaded if a callback rejects its state.

@@ -99,7 +99,7 @@ class ModulesPart(SavedPart):
         """This rank's states as text, of the modules whose states differ between ranks. A collective."""
         self._states = {name: _own_tensors(module, self._model) for name, module in self._modules.items()}
         if not self._states:
-            return {}
+            return None
         texts = [
             json.loads(text)
             for text in gathered_bytes(json.dumps(texts_of_entries(self._states)).encode(), self._world)

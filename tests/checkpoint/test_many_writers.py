@@ -116,7 +116,7 @@ def test_writer_0_looks_at_each_waiting_writer_at_most_twice_a_second(
 
     monkeypatch.setattr(writer_program, "time", clock)
     with counted_operations() as counts, pytest.raises(TimeoutError):
-        collect(share_of(0, 50, tmp_path, 1)[0], tmp_path, WithoutSync(), grow)
+        collect(share_of(0, 50, tmp_path, 1)[0], tmp_path, grow)
     polls = counts["listdir"]
     assert 15 < polls < 80
     assert counts["open"] == 0, "no lock is probed before all writers stand still"
@@ -137,7 +137,7 @@ def test_dead_writer_is_found_once_nothing_has_grown_for_a_while(
         return False
 
     with pytest.raises(CheckpointError, match=r"writer 1 .* has ended or never started"):
-        collect(share_of(0, 2, tmp_path, 1)[0], tmp_path, WithoutSync(), grow)
+        collect(share_of(0, 2, tmp_path, 1)[0], tmp_path, grow)
     assert 119 < clock.now < 123
 
 
@@ -160,7 +160,7 @@ def test_checkpoint_of_8192_writers_is_written_listed_verified_and_pruned(tmp_pa
     found = newest_whole(tmp_path, hashes=True).checkpoint
     assert found is not None
     assert found.manifest is not None
-    assert len(found.manifest.files) == 2 * 8192 + 3, "with state.json and two indexes"
+    assert len(found.manifest.files) == 2 * 8192 + 1, "with state.json"
     save(tmp_path, 2, 1)
     assert [one.step for one in checkpoints(tmp_path)] == [2]
     assert leftovers(tmp_path) == ()

@@ -1,9 +1,12 @@
 """Tensors in pieces: saved by some ranks, read by others in other pieces; never more in memory than is wanted."""
 
+import json
 import math
+import os
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,10 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_kit.checkpoint import weight_files
+from ddp_kit.checkpoint import packing, weight_files
 from ddp_kit.checkpoint.format import name_of
+from ddp_kit.checkpoint.packing import Division, pack
 from ddp_kit.checkpoint.reader import load
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.writer import Region, System, WriteTask, unfinished_folder, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.state_values import Piece
 
@@ -101,8 +106,9 @@ def test_load_of_pieces_under_another_division_is_exact(
             assert torch.equal(tensor, tensors[name])
         for rank in range(readers):
             own = {name: each[rank] for name, each in held.items()}
-            for name, read in load(path, wanted=only_pieces(own))["model"].items():
-                check_value(read, own[name])
+            for position in (None, (rank, readers), (random.randrange(9), 9)):
+                for name, read in load(path, wanted=only_pieces(own), position=position)["model"].items():
+                    check_value(read, own[name])
 
 
 def only_pieces(own: dict[str, Value]) -> Any:
@@ -139,6 +145,15 @@ def test_load_of_pieces_with_gaps_or_overlaps_is_refused(pieces: list[Value], pr
     """Also those that have as many values as the whole: two in common, two missing."""
     with pytest.raises(CheckpointError, match=problem):
         load(save_states(tmp_path, [{"weight": each} for each in pieces]))
+
+
+def test_rank_refuses_gaps_and_overlaps_in_the_values_that_it_needs(tmp_path: Path) -> None:
+    pieces = [box(WHOLE, (0, 2), (0, 7)), box(WHOLE, (1, 3), (0, 7)), box(WHOLE, (4, 5), (0, 7))]
+    path = save_states(tmp_path, [{"weight": each} for each in pieces])
+    for rank, rows, problem in ((2, (2, 5), "is incomplete"), (0, (0, 3), "is stored more than once")):
+        with pytest.raises(CheckpointError, match=problem):
+            load(path, wanted=only_pieces({"weight": box(WHOLE, rows, (0, 7))}), position=(rank, 3))
+    load(path, wanted=only_pieces({"weight": box(WHOLE, (4, 5), (0, 7))}), position=(2, 3))
 
 
 def test_load_of_a_piece_verifies_every_byte_of_its_files(tmp_path: Path) -> None:
@@ -200,3 +215,130 @@ def test_load_of_a_piece_needs_memory_for_the_piece_and_a_chunk(
     assert peak - before < 4 << 20, "a buffer of 1 MiB, a chunk or two"
     for name, read in state.items():
         check_value(read, own[name])
+
+
+# --- Which files a rank opens -----------------------------------------------------------------------------------------
+
+
+class NoFsync(System):
+    def fsync(self, file: int) -> None:
+        """Nothing: no power fails here."""
+
+
+def save_sharded(folder: Path, rows: dict[str, int], writers: int, of: Any = None) -> Path:
+    """A checkpoint that ranks of FSDP write: each tensor is divided by rows, in equal parts but for the last ones."""
+    of = of or sharded
+    states = (
+        {
+            "model": {name: of(size, writer, writers) for name, size in rows.items()},
+            "optimizer": {name: of(size, writer, writers) for name, size in rows.items()} | {"step": torch.tensor(3.0)},
+        }
+        for writer in range(writers)
+    )
+    unfinished_folder(folder, 1, "token").mkdir(parents=True)
+    for writer, state in reversed([*enumerate(states)]):
+        packed = pack(state)
+        division = Division(packed, lambda _part, _name: False, writer, writers)
+        layout = division.layout
+        memory = bytearray(layout.bytes)
+        for offset, header in layout.headers.items():
+            memory[offset : offset + len(header)] = header
+        for place, number in zip(layout.places, division.numbers, strict=True):
+            values = packed.tensors[number].tensor.contiguous().numpy().tobytes()
+            memory[place.offset : place.offset + place.bytes] = values
+        files = layout.files
+        if writer == 0:
+            text = json.dumps(packed.text).encode()
+            files = (*files, Region("state.json", len(memory), len(text)))
+            memory += text
+        write(WriteTask(str(folder), 1, False, 1, {}, files, "token", writer, writers), memoryview(memory), NoFsync())
+    return folder / name_of(1)
+
+
+def values_of(rows: int) -> torch.Tensor:
+    return torch.arange(rows * 3.0).reshape(rows, 3)
+
+
+def sharded(rows: int, rank: int, ranks: int) -> Piece:
+    size = -(-rows // ranks)
+    return box(values_of(rows), (min(rank * size, rows), min((rank + 1) * size, rows)), (0, 3))
+
+
+def replicated_twice(rows: int, rank: int, ranks: int) -> Piece:
+    """HSDP: two groups of ranks, of which the first one writes."""
+    piece = sharded(rows, rank % (ranks // 2), ranks // 2)
+    return replace(piece, owned=rank < ranks // 2)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are opened."""
+    names: list[str] = []
+
+    def counting(path: Any, *arguments: Any, **options: Any) -> int:
+        names.append(Path(path).name)
+        return real(path, *arguments, **options)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", counting)
+    return names
+
+
+ROWS = {"wide": 1000, "narrow": 129, "few": 5}
+
+
+@pytest.mark.parametrize("of", [sharded, replicated_twice])
+@pytest.mark.parametrize("writers", [2, 16, 64])
+def test_rank_opens_its_own_files_however_many_there_are(
+    writers: int, of: Any, opened: list[str], tmp_path: Path
+) -> None:
+    path = save_sharded(tmp_path, ROWS, writers, of)
+    for rank in {0, 1, writers // 2, writers - 1}:
+        opened.clear()
+        check_load(path, rank, writers, of)
+        assert len(opened) <= 12
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers", "most"), [(64, 63, 26), (64, 32, 34), (64, 128, 26), (63, 64, 26), (8, 1, 36)]
+)
+def test_another_number_of_ranks_opens_few_files_and_reads_the_same(
+    writers: int, readers: int, most: int, opened: list[str], tmp_path: Path
+) -> None:
+    path = save_sharded(tmp_path, ROWS, writers)
+    for rank in {0, 1, readers // 3, readers // 2, readers - 1} & {*range(readers)}:
+        opened.clear()
+        check_load(path, rank, readers, sharded)
+        assert len(opened) <= most
+
+
+def check_load(path: Path, rank: int, ranks: int, of: Any) -> None:
+    own = {name: of(rows, rank, ranks) for name, rows in ROWS.items()}
+    state = load(path, wanted=lambda _part, name: own.get(name), position=(rank, ranks))
+    assert state["optimizer"].pop("step") == 3
+    for part in ("model", "optimizer"):
+        assert state[part].keys() == own.keys()
+        for name, read in state[part].items():
+            check_value(read, own[name])
+
+
+def test_load_of_a_checkpoint_without_shapes_in_state_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As earlier versions wrote it."""
+    monkeypatch.setattr(packing, "WHOLE", "dtypes")
+    path = save_sharded(tmp_path, ROWS, 8)
+    for rank in range(3):
+        check_load(path, rank, 3, sharded)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
+def test_rank_refuses_damage_in_the_files_that_it_needs(damage: str, tmp_path: Path) -> None:
+    path = save_sharded(tmp_path, ROWS, 4)
+    file = path / "optimizer-00003-of-00004.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-4] + (b"" if damage == "short" else b"abcd"))
+    if damage == "missing":
+        file.unlink()
+    check_load(path, 1, 4, sharded)
+    problem = {"missing": "is missing", "short": "bytes instead of", "changed": "hash differs"}[damage]
+    with pytest.raises(CheckpointError, match=problem):
+        check_load(path, 2, 4, sharded)

@@ -292,7 +292,7 @@ def test_restore_of_states_without_this_gpu_seeds_the_gpu_for_the_step(
     world = World(0, 1, 0, 1, 0, torch.device("cuda", 0))
     with random_states_kept():
         for step in (4, 4, 5):
-            part = RandomPart(world, 1, 0, SimpleNamespace(step=step))
+            part = RandomPart(world, 1, 0, SimpleNamespace(step=step), pieces=False)
             part.load_state_dict([encoded(random_states())] * saved_ranks, Path())
             assert part.restore()
     assert len(seeds) == 3, "without a seed, each process draws other numbers on the GPU"
