@@ -49,8 +49,8 @@ class Row:
 ROWS = (
     Row("descriptors", "scale_launcher", (4, 8, 16)),
     Row("manifest", "scale_checkpoints", (128, 512, 2048)),
-    Row("shard_load", "scale_checkpoints", (8, 16, 32, 64)),
-    Row("random_states", "scale_ranks", (64, 256, 1024)),
+    Row("shard_load", "scale_checkpoints", (64, 512, 2048)),
+    Row("random_states", "scale_ranks", (64, 512, 8192)),
     Row("history", "scale_ranks", (64, 512, 8192)),
     Row("end_of_job", "scale_launcher", (8, 32, 64), of="nodes", estimated=1000),
     Row("samples", "scale_watching", (24, 96, 720), of="hours", estimated=720),
@@ -62,7 +62,7 @@ ROWS = (
     Row("barrier", "scale_ranks", (512, 2048, 8192)),
     Row("consensus", "scale_ranks", (512, 2048, 8192)),
     Row("agreement", "scale_ranks", (512, 2048, 8192)),
-    Row("writer_wait", "scale_checkpoints", (64, 256, 1024)),
+    Row("writer_wait", "scale_checkpoints", (512, 2048, 8192)),
 )
 
 
@@ -78,7 +78,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 def result_of(measured: dict[str, Any]) -> dict[str, Any]:
     """A measured row with its exponent."""
-    return measured | {"exponent": round(exponent(measured["sizes"], measured["values"]), 3)}
+    return measured | {"exponent": round(exponent(measured["sizes"], measured["values"]), 3) + 0.0}
 
 
 def exceeds(result: dict[str, Any]) -> bool:

@@ -1,13 +1,11 @@
-"""Rows of scale.py about checkpoints that many writers write."""
+"""Rows of scale.py about checkpoints that many writers write, and that many ranks load."""
 
-import fcntl
 import json
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,14 +13,19 @@ from unittest.mock import patch
 import torch
 
 from ddp_kit.checkpoint import writer as checkpoint_writer
-from ddp_kit.checkpoint.format import PIECES, checkpoints, header, name_of
+from ddp_kit.checkpoint.format import STATE, checkpoints, name_of
+from ddp_kit.checkpoint.packing import Division, pack
 from ddp_kit.checkpoint.reader import load
-from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.writer import Region, System, WriteTask, collect, unfinished_folder, write
 from ddp_kit.state_values import Piece
 
-STEP = 1
 OPERATIONS = ("open", "stat", "lstat", "listdir", "scandir", "unlink", "rename", "replace")
+ROWS_PER_RANK = 2  # of each weight
+NAMES = {
+    "model": [f"blocks.{number}.weight" for number in range(4)],
+    "optimizer": [f"state.{number}.exp_avg" for number in range(4)],
+}
+WAIT_SECONDS = 10.0  # in which writer 0 waits
 
 
 class Opens:
@@ -57,42 +60,69 @@ def manifest(sizes: Sequence[int]) -> dict[str, Any]:
 
 def file_operations(folder: Path, writers: int) -> int:
     """File operations to write a second checkpoint to a folder that keeps one, and to list it and verify its bytes."""
-    count = 0
-
-    def counted(name: str) -> Any:
-        function = getattr(os, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            return function(*arguments, **options)
-
-        return patch.object(os, name, call)
-
     write_shards(folder, 1, writers)
-    with ExitStack() as stack:
-        for name in OPERATIONS:
-            stack.enter_context(counted(name))
+    with counted_operations() as operations:
         write_shards(folder, 2, writers)
         (found,) = checkpoints(folder, hashes=True)
     assert found.whole, found
     assert found.manifest is not None
     assert len(found.manifest.files) > 2 * writers
-    return count
+    return len(operations)
 
 
-def write_shards(folder: Path, step: int, writers: int) -> None:
-    """Write a checkpoint to which each writer adds a row of one weight, and of the optimizer's state."""
+@contextmanager
+def counted_operations() -> Iterator[list[str]]:
+    """Context manager that yields a list, to which it adds the name of each file operation in `OPERATIONS`."""
+    done: list[str] = []
+
+    def counted(name: str) -> Any:
+        function = getattr(os, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            done.append(name)
+            return function(*arguments, **options)
+
+        return patch.object(os, name, call)
+
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(counted(name))
+        yield done
+
+
+def piece(first: int, last: int, rows: int, value: float = 0.0) -> Piece:
+    """The rows from `first` to before `last` of a weight with `rows` rows, all with the same value."""
+    return Piece(torch.full((last - first, 4), value), (rows, 4), (first, 0))
+
+
+def write_shards(folder: Path, step: int, writers: int) -> Path:
+    """Write a checkpoint to which each writer adds its rows of four weights, and of their optimizer state."""
     unfinished_folder(folder, step, "token").mkdir(parents=True)
+    rows = writers * ROWS_PER_RANK
     for writer in reversed(range(writers)):  # writer 0, which waits for the others, is last
-        pieces = {"weight": {"shape": [writers, 4], "offsets": [writer, 0]}}
-        content = header({"format": "pt", PIECES: json.dumps(pieces)}, [("weight", "F32", (1, 4), 16)]) + bytes(16)
-        name = f"{writer + 1:05d}-of-{writers:05d}.safetensors"
-        files = [Region(f"{part}-{name}", 0, len(content)) for part in ("model", "optimizer")]
+        first = writer * ROWS_PER_RANK
+        state = {
+            part: {name: piece(first, first + ROWS_PER_RANK, rows, writer) for name in names}
+            for part, names in NAMES.items()
+        }
+        packed = pack(state)
+        division = Division(packed, lambda _part, _name: False, writer, writers)
+        layout = division.layout
+        memory = bytearray(layout.bytes)
+        for offset, header in layout.headers.items():
+            memory[offset : offset + len(header)] = header
+        for place, number in zip(layout.places, division.numbers, strict=True):
+            memory[place.offset : place.offset + place.bytes] = packed.tensors[number].tensor.numpy().tobytes()
+        files = layout.files
         if writer == 0:
-            files.append(Region("state.json", len(content), 2))
-        task = WriteTask(str(folder), step, False, 1, {}, tuple(files), "token", writer, writers, tensors="same")
-        write(task, memoryview(content + b"{}"), WithoutSync())
+            text = json.dumps(packed.text).encode()
+            files = (*files, Region(STATE, len(memory), len(text)))
+            memory += text
+        task = WriteTask(
+            str(folder), step, False, 1, {}, files, "token", writer, writers, division.bytes, division.tensors
+        )
+        write(task, memoryview(memory), WithoutSync())
+    return folder / name_of(step)
 
 
 class WithoutSync(System):
@@ -103,77 +133,63 @@ class WithoutSync(System):
 
 
 def shard_load(sizes: Sequence[int]) -> dict[str, Any]:
-    """Files that one rank opens to load its piece of a checkpoint that each rank has written a piece of."""
+    """Files that a rank of FSDP opens to load a checkpoint of as many writers as ranks: the most of three ranks."""
     values = []
     for writers in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = sharded_checkpoint(Path(folder), writers)
-            own = piece(1, writers)
-            with Opens(checkpoint) as opens:
-                load(checkpoint, wanted=lambda _part, _name, own=own: own)
-            values.append(opens.count)
+            checkpoint = write_shards(Path(folder), 1, writers)
+            opens = Opens(checkpoint)
+            values.append(
+                max(opens_of_load(opens, checkpoint, rank, writers) for rank in (0, writers // 3, writers - 1))
+            )
     return {"name": "shard_load", "per": "rank", "sizes": [*sizes], "values": values, "unit": "opens", "bound": 0.15}
 
 
-def piece(writer: int, writers: int) -> Piece:
-    """The rows of a tensor that one writer holds."""
-    return Piece(torch.full((2, 4), float(writer)), (2 * writers, 4), (2 * writer, 0))
+def opens_of_load(opens: Opens, checkpoint: Path, rank: int, ranks: int) -> int:
+    """Files that a rank opens to load its rows of each weight. Compares the values that it has read."""
+    first = rank * ROWS_PER_RANK
+    own = piece(first, first + ROWS_PER_RANK, ranks * ROWS_PER_RANK)
+    before = opens.count
+    with opens:
+        state = load(checkpoint, wanted=lambda _part, _name: own, position=(rank, ranks))
+    for read in (*state["model"].values(), *state["optimizer"].values()):
+        assert torch.equal(read.tensor, torch.full((ROWS_PER_RANK, 4), float(rank)))
+    return opens.count - before
 
 
-def sharded_checkpoint(folder: Path, writers: int) -> Path:
-    """Write a checkpoint to which each writer adds its pieces of four weights and of their optimizer state."""
-    savers = [Saver(folder, keep_last=1, background=False, writer=writer, writers=writers) for writer in range(writers)]
-    token = savers[0].begin(STEP)
-    for writer in (*range(1, writers), 0):  # writer 0 waits for the others
-        own = piece(writer, writers)
-        state = {
-            "model": {f"blocks.{number}.weight": own for number in range(4)},
-            "optimizer": {f"state.{number}.exp_avg": own for number in range(4)},
-        }
-        savers[writer].save(STEP, state, token=token)
-    for saver in savers:
-        saver.close()
-    return folder / name_of(STEP)
+class Clock:
+    """A clock that only sleeping moves."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now > WAIT_SECONDS:
+            raise TimeoutError
 
 
 def writer_wait(sizes: Sequence[int]) -> dict[str, Any]:
-    """Files that writer 0 opens each time it looks whether the other writers, which are still writing, have ended."""
+    """File operations of writer 0 in ten seconds in which no other writer has ended, and no file grows."""
     values = []
     for writers in sizes:
         with tempfile.TemporaryDirectory() as folder:
             unfinished = Path(folder)
-            locks = []
             for writer in range(1, writers):
-                lock = os.open(unfinished / f".writer-{writer}", os.O_RDWR | os.O_CREAT)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                locks.append(lock)
-            values.append(opens_per_look(unfinished, writers))
-            for lock in locks:
-                os.close(lock)
-    return {"name": "writer_wait", "per": "job", "sizes": [*sizes], "values": values, "unit": "opens", "bound": 1.15}
-
-
-def opens_per_look(unfinished: Path, writers: int) -> float:
-    """Files that writer 0 opens in one of its looks."""
-    looks = 0
-
-    class EnoughError(Exception):
-        pass
-
-    def sleep(_seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 4:
-            raise EnoughError
-
-    task = WriteTask(str(unfinished.parent), STEP, False, 3, {}, (), "token", 0, writers)
-    original = checkpoint_writer.time.sleep
-    checkpoint_writer.time.sleep = sleep
-    try:
-        with Opens(unfinished) as opens:
-            collect(task, unfinished, System(), threading.Event().is_set)
-    except EnoughError:
-        pass
-    finally:
-        checkpoint_writer.time.sleep = original
-    return opens.count / looks
+                for part in (".writer", "model", "optimizer"):
+                    (unfinished / f"{part}-{writer}").touch()
+            task = WriteTask(folder, 1, False, 1, {}, (), writers=writers)
+            clock = patch.object(checkpoint_writer, "time", Clock())
+            with clock, counted_operations() as operations, suppress(TimeoutError):
+                collect(task, unfinished, lambda: False)
+            values.append(len(operations))
+    return {
+        "name": "writer_wait",
+        "per": "job",
+        "sizes": [*sizes],
+        "values": values,
+        "unit": "operations",
+        "bound": 1.15,
+    }

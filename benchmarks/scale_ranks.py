@@ -1,11 +1,11 @@
 """Rows of scale.py about what ranks exchange, and what one rank keeps of it. One process does the work of all ranks."""
 
-import json
 import threading
 import tracemalloc
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 import ddp_kit.checkpoint.state as checkpoint_state
-from ddp_kit.checkpoint.state import RandomPart
+from ddp_kit.checkpoint.state import Progress, RandomPart
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.distributed import consistency
 from ddp_kit.distributed.barrier import HINT, RankLocation, _Wait
 from ddp_kit.distributed.consensus import Purpose, StepConsensus, StepRequest
 from ddp_kit.distributed.control import Control
-from ddp_kit.distributed.world import World
+from ddp_kit.distributed.world import World, decoded
 from ddp_kit.heartbeat import HeartbeatWriter
 from ddp_kit.records import Step
 from ddp_kit.trainer.context import LoggedValues
@@ -181,28 +181,40 @@ def agreement(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def random_states(sizes: Sequence[int]) -> dict[str, Any]:
-    """Random states that one rank decodes when it loads a checkpoint, of all ranks' states in it."""
+    """Bytes that a rank of FSDP exchanges to save the random states of all ranks.
 
-    class Progress:
-        step = 5
+    Also checks that a rank of ddp receives nothing unless it writes, and that a load decodes the state of one rank.
+    """
+    received = []
+
+    def all_reduce(row: Tensor, *_: object, **__: object) -> None:
+        received.append(row.nbytes)
+
+    def gather(row: Tensor, rows: list[Tensor] | None, **_: object) -> None:
+        received.extend(each.copy_(row).nbytes for each in rows or ())
 
     values = []
-    decode = checkpoint_state.decoded
-    for ranks in sizes:
-        part = RandomPart(world_of(1, ranks), 0, 0, Progress())
-        state = json.loads(json.dumps(part.state_dict([part.rank_state()] * ranks)))
-        with patch.object(checkpoint_state, "decoded", side_effect=decode) as counted:
-            part.check(state)
-            part.load_state_dict(state, None)  # type: ignore[arg-type]
-        values.append(counted.call_count)
-    return {
-        "name": "random_states",
-        "per": "rank",
-        "sizes": [*sizes],
-        "values": values,
-        "unit": "states",
-        "bound": 0.15,
-    }
+    with patch.object(dist, "all_reduce", all_reduce), patch.object(dist, "gather", gather):
+        for ranks in sizes:
+            world = world_of(1, ranks)
+            sharded = random_part(world, pieces=True)
+            received.clear()
+            checkpoint_state.exchanged({"random": sharded.rank_state()}, {"random": sharded}, world, 0)
+            values.append(sum(received))
+            whole = random_part(world, pieces=False)
+            received.clear()
+            checkpoint_state.exchanged({"random": whole.rank_state()}, {"random": whole}, world, 0)
+            assert sum(received) < 100
+            for state in ([whole.rank_state()] * ranks, sharded.state_dict([])):
+                with patch.object(checkpoint_state, "decoded", side_effect=decoded) as counted:
+                    whole.load_state_dict(state, Path())
+                assert counted.call_count == 1
+    return {"name": "random_states", "per": "rank", "sizes": [*sizes], "values": values, "unit": "bytes", "bound": 0.15}
+
+
+def random_part(world: World, *, pieces: bool) -> RandomPart:
+    """The random states of a rank. `pieces`: whether each rank writes its own."""
+    return RandomPart(world, 0, 0, cast(Progress, SimpleNamespace(step=5)), pieces=pieces)
 
 
 def history(sizes: Sequence[int]) -> dict[str, Any]:
