@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_kit.checkpoint.writer import try_lock
-from ddp_kit.distributed.world import World, gathered_bytes, maxima
+from ddp_kit.distributed.world import World, gathered_bytes, largest
 from ddp_kit.errors import CheckpointError
 
 NAME = ".lock"
@@ -224,7 +224,7 @@ def raised_on_all_ranks(world: World) -> Iterator[None]:
         yield
     except CheckpointError as error:
         own_error = [error.message, error.hint, error.transient]
-    if maxima(world, [len(own_error)]) == [0]:
+    if largest(world, [len(own_error)]) == [0]:
         return
     errors = [json.loads(text) for text in gathered_bytes(json.dumps(own_error).encode(), world)]
     for source_rank, error_of_rank in enumerate(errors):

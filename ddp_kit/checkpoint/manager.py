@@ -31,7 +31,7 @@ from ddp_kit.checkpoint.state import (
 )
 from ddp_kit.checkpoint.writer import set_aside, wait_for_writers
 from ddp_kit.config.settings import TrainerConfig, absolute
-from ddp_kit.distributed.world import World, broadcast_bytes, gathered, gathered_bytes, maxima
+from ddp_kit.distributed.world import World, broadcast_bytes, gathered, gathered_bytes, largest
 from ddp_kit.env import is_restarted, job_id
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
@@ -551,7 +551,7 @@ class Checkpoints:
             state = self._state_at(path)
         except CheckpointError as error:
             problem = "" if error.reported_elsewhere else error.message
-        if maxima(self._world, [len(problem)]) == [0]:
+        if largest(self._world, [len(problem)]) == [0]:
             return state
         problems = gathered_bytes(problem.encode(errors="backslashreplace"), self._world)
         bad = [rank for rank, text in enumerate(problems) if text]

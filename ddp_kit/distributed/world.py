@@ -384,28 +384,18 @@ def gathered_bytes(content: bytes, world: World, hosts: dist.ProcessGroup | None
     return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def maxima(world: World, numbers: list[int]) -> list[int]:
-    """The largest value on any rank of each number. A collective, whose cost does not depend on the number of ranks."""
-    if world.world_size == 1:
-        return numbers
-    row = torch.tensor(numbers, dtype=torch.int64, device=world.device)
-    dist.all_reduce(row, op=dist.ReduceOp.MAX)
-    largest: list[int] = row.tolist()
-    return largest
-
-
 def equal_on_all_ranks(content: bytes, world: World) -> bool:
-    """Whether all ranks have the same bytes, as far as a hash of 56 bits tells. A collective, like `maxima`."""
+    """Whether all ranks have the same bytes, as far as a hash of 56 bits tells. A collective, as `largest`."""
     number = int.from_bytes(blake2b(content, digest_size=7).digest())
-    largest, smallest = maxima(world, [number, -number])
-    return largest == -smallest
+    highest, negative = largest(world, [number, -number])
+    return highest == -negative
 
 
 def broadcast_bytes(content: bytes, world: World) -> bytes:
     """Rank 0's bytes, on all ranks. A collective."""
     if world.world_size == 1:
         return content
-    (length,) = maxima(world, [len(content) if world.is_main else 0])
+    (length,) = largest(world, [len(content) if world.is_main else 0])
     row = torch.frombuffer(bytearray(content[:length].ljust(max(1, length), b"\0")), dtype=torch.uint8)
     row = row.to(world.device)
     dist.broadcast(row, 0)
@@ -439,7 +429,7 @@ def sent_bytes(content: bytes, world: World, receiver: int) -> list[bytes]:
     """All ranks' bytes, in rank order, on the rank `receiver`; empty on all other ranks. A collective."""
     if world.world_size == 1:
         return [content]
-    (longest,) = maxima(world, [len(content)])
+    (longest,) = largest(world, [len(content)])
     if longest == 0:  # nothing to send, which is common
         return [b""] * world.world_size if world.rank == receiver else []
     row = torch.frombuffer(bytearray(len(content).to_bytes(8) + content.ljust(longest, b"\0")), dtype=torch.uint8)

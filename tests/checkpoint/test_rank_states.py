@@ -34,7 +34,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that this rank receives, of each collective; the other ranks have the values of this one."""
     counts: list[int] = []
 
-    def all_reduce(row: torch.Tensor, **_: Any) -> None:
+    def all_reduce(row: torch.Tensor, *_: Any, **__: Any) -> None:
         counts.append(row.nbytes)
 
     def gather(row: torch.Tensor, rows: list[torch.Tensor] | None, dst: int) -> None:
