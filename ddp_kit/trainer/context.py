@@ -7,14 +7,17 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.distributed.world import World, gathered_bytes, host_group
+from ddp_kit.distributed.consistency import digest_of
+from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import HeartbeatWriter
 from ddp_kit.metrics import Loss, Mean
@@ -23,6 +26,7 @@ from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Strategy
 from ddp_kit.records import LogRow
 from ddp_kit.texts import kind_of
+from ddp_kit.torch_internals import gather_ranges
 
 # --- Logged values ----------------------------------------------------------------------------------------------------
 # The values are averaged exactly over ranks, micro-batches and steps, without waiting for the device.
@@ -146,20 +150,41 @@ def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
     return torch.stack([mean.pair() for mean in means.values()])
 
 
-def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
+def over_all_ranks(world: World, names: "list[str]", table: Tensor) -> dict[str, float]:
     """Compute the means over all ranks, by name; ranks may have different names. A collective.
 
-    `table`: this rank's (sum, weight) for each of `names`. The result starts with rank 0's names, followed by the names
-    that only later ranks have.
+    `table`: this rank's (sum, weight) for each of `names`, in host memory. The result starts with rank 0's names,
+    followed by the names that only later ranks have. Sums are added in rank order.
+
+    The ranks compare a hash of their names, and exchange numbers alone if all have the same names.
     """
-    own = json.dumps(dict(zip(names, table, strict=True)))
+    text = json.dumps(dict(zip(names, table.tolist(), strict=True))).encode() if names else b""
+    heads = _rows_of_ranks(world, torch.tensor([digest_of(repr(names).encode()), len(text)]))
     sums: dict[str, list[float]] = {}
-    for text in gathered_bytes(own.encode(), world, host_group(world)):
-        for name, (total, weight) in json.loads(text).items():
-            so_far = sums.setdefault(name, [0.0, 0.0])
-            so_far[0] += total
-            so_far[1] += weight
+    if (heads[:, 0] == heads[0, 0]).all():
+        with np.errstate(all="ignore"):  # values may be infinite
+            totals = _rows_of_ranks(world, table).sum(axis=0)  # NumPy adds row after row, as the loop below does
+        sums = dict(zip(names, totals.tolist(), strict=True))
+    else:
+        lengths = heads[:, 1]
+        padded = bytearray(text.ljust(lengths.max(), b"\0"))
+        rows = _rows_of_ranks(world, torch.frombuffer(padded, dtype=torch.uint8))
+        for rank in lengths.nonzero()[0].tolist():
+            for name, (total, weight) in json.loads(rows[rank, : lengths[rank]].tobytes()).items():
+                so_far = sums.setdefault(name, [0.0, 0.0])
+                so_far[0] += total
+                so_far[1] += weight
     return {name: total / weight if weight else float("nan") for name, (total, weight) in sums.items()}
+
+
+def _rows_of_ranks(world: World, own: Tensor) -> NDArray[Any]:
+    """The tensors of all ranks, of the shape of `own`, in rank order. A collective in host memory."""
+    rows = own
+    if world.world_size > 1:
+        rows = own.new_empty(world.world_size * own.numel())
+        gather_ranges(rows, own.flatten(), host_group(world))
+    gathered: NDArray[Any] = rows.view(world.world_size, *own.shape).numpy()
+    return gathered
 
 
 def _detached(name: str, value: object) -> Tensor | Loss | float:
