@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from numbers import Real
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -158,23 +159,41 @@ def over_all_ranks(world: World, names: "list[str]", table: Tensor) -> dict[str,
 
     The ranks compare a hash of their names, and exchange numbers alone if all have the same names.
     """
-    text = json.dumps(dict(zip(names, table.tolist(), strict=True))).encode() if names else b""
-    heads = _rows_of_ranks(world, torch.tensor([digest_of(repr(names).encode()), len(text)]))
-    sums: dict[str, list[float]] = {}
+    text = json.dumps(names).encode()
+    heads = _rows_of_ranks(world, torch.tensor([digest_of(text), len(text), len(names)]))
     if (heads[:, 0] == heads[0, 0]).all():
         with np.errstate(all="ignore"):  # values may be infinite
-            totals = _rows_of_ranks(world, table).sum(axis=0)  # NumPy adds row after row, as the loop below does
-        sums = dict(zip(names, totals.tolist(), strict=True))
+            sums = _rows_of_ranks(world, table).sum(axis=0)  # NumPy adds row after row
     else:
-        lengths = heads[:, 1]
-        padded = bytearray(text.ljust(lengths.max(), b"\0"))
-        rows = _rows_of_ranks(world, torch.frombuffer(padded, dtype=torch.uint8))
-        for rank in lengths.nonzero()[0].tolist():
-            for name, (total, weight) in json.loads(rows[rank, : lengths[rank]].tobytes()).items():
-                so_far = sums.setdefault(name, [0.0, 0.0])
-                so_far[0] += total
-                so_far[1] += weight
-    return {name: total / weight if weight else float("nan") for name, (total, weight) in sums.items()}
+        names, sums = _sums_of_different_names(world, text, table, heads)
+    pairs = zip(names, sums.tolist(), strict=True)
+    return {name: total / weight if weight else float("nan") for name, (total, weight) in pairs}
+
+
+def _sums_of_different_names(
+    world: World, text: bytes, table: Tensor, heads: NDArray[Any]
+) -> tuple[list[str], NDArray[Any]]:
+    """The names of all ranks, and their (sum, weight) over all ranks. A collective.
+
+    Each rank sends its numbers and its names. The work depends on how many different lists of names there are.
+    `heads`: (digest of the names, length of their text, number of names) of each rank.
+    """
+    digests, lengths, counts = heads.T
+    numbers = np.zeros((counts.max(), 2))
+    numbers[: len(table)] = table
+    own = bytearray(numbers.tobytes() + text.ljust(lengths.max()))
+    rows = _rows_of_ranks(world, torch.frombuffer(own, dtype=torch.uint8))
+    pairs = rows[:, : numbers.nbytes].copy().view(np.float64).reshape(-1, *numbers.shape)
+    columns = np.full(pairs.shape[:2], -1)
+    column_of: dict[str, int] = {}
+    _, sizes = np.unique(digests, return_counts=True)
+    groups = np.split(digests.argsort(kind="stable"), sizes.cumsum()[:-1])  # ranks with the same names
+    for ranks in sorted(groups, key=itemgetter(0)):
+        names = json.loads(rows[ranks[0], numbers.nbytes :].tobytes())
+        columns[ranks, : len(names)] = [column_of.setdefault(name, len(column_of)) for name in names]
+    sent = columns >= 0
+    sums = [np.bincount(columns[sent], part[sent]) for part in np.moveaxis(pairs, 2, 0)]  # adds in rank order
+    return [*column_of], np.stack(sums, axis=1)
 
 
 def _rows_of_ranks(world: World, own: Tensor) -> NDArray[Any]:

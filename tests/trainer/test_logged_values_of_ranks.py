@@ -1,11 +1,13 @@
 """Values that several ranks log: their means, and what is exchanged and created for them."""
 
+import json
 import math
 import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,4 +123,30 @@ def test_equal_names_are_not_sent_and_numbers_have_8_bytes(monkeypatch: pytest.M
     assert over_all_ranks(World(0, ranks, 0, 8, 0, CPU), names, table) == pytest.approx(
         {name: total / weight for name, (total, weight) in zip(names, table.tolist(), strict=True)}
     )
-    assert sent == [16, 160]
+    assert sent == [24, 160]
+
+
+@pytest.mark.parametrize("ranks", [4, 8192])
+def test_equal_lists_of_names_are_read_once(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """The first half of the ranks logs what this rank logs, the second half nothing, as stages of a pipeline."""
+    read: list[bytes] = []
+    half = ranks // 2
+
+    def gather(whole: Tensor, part: Tensor, _group: object) -> None:
+        rows = whole.view(ranks, -1)
+        rows[:] = part
+        if part.dtype == torch.uint8:
+            rows[half:] = torch.frombuffer(bytearray(b"[]".rjust(82).ljust(len(part))), dtype=torch.uint8)
+        else:
+            rows[half:] = torch.tensor([7, 2, 0])
+
+    def loads(text: bytes) -> object:
+        read.append(text.strip())
+        return json.loads(text)
+
+    monkeypatch.setattr(context, "gather_ranges", gather)
+    monkeypatch.setattr(context, "json", SimpleNamespace(dumps=json.dumps, loads=loads))
+    table = torch.tensor([[1.0, 2.0]] * 5, dtype=torch.float64)
+    means = over_all_ranks(World(0, ranks, 0, 8, 0, CPU), [*"abcde"], table)
+    assert means == dict.fromkeys("abcde", 0.5)
+    assert read == [b'["a", "b", "c", "d", "e"]', b"[]"]
