@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_kit.config.settings import TrainerConfig
 from ddp_kit.data.collate import DeviceTransform, unpacked
-from ddp_kit.data.comparison import RANKS, subset_indices
+from ddp_kit.data.comparison import RANKS, subset_digest
 from ddp_kit.data.device import on_device
 from ddp_kit.data.loader_batches import LoaderBatches, iterates_itself, loader_batches
 from ddp_kit.data.loading import build_loader
@@ -37,7 +37,7 @@ from ddp_kit.data.source import (
     train_batching,
 )
 from ddp_kit.data.stream import ReaderState, Stream, build_stream
-from ddp_kit.distributed.consistency import Facts, check_agreement, digest_of
+from ddp_kit.distributed.consistency import Facts, check_agreement
 from ddp_kit.distributed.world import World, gathered, host_group, mixed_seed, random_states_kept
 from ddp_kit.errors import ConfigError, DataError
 from ddp_kit.log import logger
@@ -566,8 +566,8 @@ class FeedBuilder:
         if order := epochs.fingerprint():
             owner = "configuration" if template is None else "DataLoader"
             facts[f"the order of the {owner}'s own sampler"] = order
-        if chosen := subset_indices(dataset):
-            facts["the samples of the Subset"] = digest_of(repr(chosen).encode())
+        if (digest := subset_digest(dataset)) is not None:
+            facts["the samples of the Subset"] = digest
         if options.own is not None:
             facts["the sampler"] = type(options.own).__name__
         else:

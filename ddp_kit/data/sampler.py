@@ -380,11 +380,12 @@ def lengths_in(user_sampler: Iterable[Any], what: str, seed: int, epochs: Sequen
     if not _set_epochs(user_sampler):
         return [_length(user_sampler, what)] * len(epochs)
     lengths = []
-    for epoch in (*epochs, then):
-        with _seeded(user_sampler, mixed_seed(seed, epoch)):
-            for set_epoch in _set_epochs(user_sampler):
-                set_epoch(epoch)
-            lengths.append(_length(user_sampler, what))
+    with random_states_kept():  # once: it takes nine times as long as an epoch
+        for epoch in (*epochs, then):
+            with _seeded(user_sampler, mixed_seed(seed, epoch)):
+                for set_epoch in _set_epochs(user_sampler):
+                    set_epoch(epoch)
+                lengths.append(_length(user_sampler, what))
     return lengths[:-1]
 
 
@@ -418,7 +419,7 @@ def _drawn(user_sampler: Iterable[Any], seed: int, epoch: int, what: str) -> _Dr
 
     Random states are restored afterwards. `what`: "sampler" or "batch sampler", for messages.
     """
-    with _seeded(user_sampler, mixed_seed(seed, epoch)):
+    with random_states_kept(), _seeded(user_sampler, mixed_seed(seed, epoch)):
         for set_epoch in _set_epochs(user_sampler):
             set_epoch(epoch)
         length = _length(user_sampler, what)
@@ -464,10 +465,9 @@ def _content(keys: Sequence[Any]) -> memoryview | bytes:
 
 @contextmanager
 def _seeded(user_sampler: Iterable[Any], seed: int) -> Iterator[None]:
-    """Context manager that seeds the global generators and the sampler's generators, and restores them on exit."""
+    """Context manager that seeds the global and the sampler's own generators, and restores only its own on exit."""
+    seed_generators(seed)
     with ExitStack() as stack:
-        stack.enter_context(random_states_kept())
-        seed_generators(seed)
         for part in samplers_in(user_sampler):
             for value in [*getattr(part, "__dict__", {}).values()]:
                 _seed_one(value, seed, stack)

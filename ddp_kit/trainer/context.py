@@ -5,16 +5,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from numbers import Real
+from operator import itemgetter
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ddp_kit.callbacks.callback import Gradients
 from ddp_kit.config.settings import TrainerConfig
-from ddp_kit.distributed.world import World, gathered_bytes, host_group
+from ddp_kit.distributed.consistency import digest_of
+from ddp_kit.distributed.world import World, host_group
 from ddp_kit.errors import ConfigError
 from ddp_kit.heartbeat import HeartbeatWriter
 from ddp_kit.metrics import Loss, Mean
@@ -23,6 +27,7 @@ from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Strategy
 from ddp_kit.records import LogRow
 from ddp_kit.texts import kind_of
+from ddp_kit.torch_internals import gather_ranges
 
 # --- Logged values ----------------------------------------------------------------------------------------------------
 # The values are averaged exactly over ranks, micro-batches and steps, without waiting for the device.
@@ -146,20 +151,59 @@ def as_table(means: Mapping[str, Mean], device: torch.device) -> Tensor:
     return torch.stack([mean.pair() for mean in means.values()])
 
 
-def over_all_ranks(world: World, names: "list[str]", table: "list[list[float]]") -> dict[str, float]:
+def over_all_ranks(world: World, names: "list[str]", table: Tensor) -> dict[str, float]:
     """Compute the means over all ranks, by name; ranks may have different names. A collective.
 
-    `table`: this rank's (sum, weight) for each of `names`. The result starts with rank 0's names, followed by the names
-    that only later ranks have.
+    `table`: this rank's (sum, weight) for each of `names`, in host memory. The result starts with rank 0's names,
+    followed by the names that only later ranks have. Sums are added in rank order.
+
+    The ranks compare a hash of their names, and exchange numbers alone if all have the same names.
     """
-    own = json.dumps(dict(zip(names, table, strict=True)))
-    sums: dict[str, list[float]] = {}
-    for text in gathered_bytes(own.encode(), world, host_group(world)):
-        for name, (total, weight) in json.loads(text).items():
-            so_far = sums.setdefault(name, [0.0, 0.0])
-            so_far[0] += total
-            so_far[1] += weight
-    return {name: total / weight if weight else float("nan") for name, (total, weight) in sums.items()}
+    text = json.dumps(names).encode()
+    heads = _rows_of_ranks(world, torch.tensor([digest_of(text), len(text), len(names)]))
+    if (heads[:, 0] == heads[0, 0]).all():
+        with np.errstate(all="ignore"):  # values may be infinite
+            sums = _rows_of_ranks(world, table).sum(axis=0)  # NumPy adds row after row
+    else:
+        names, sums = _sums_of_different_names(world, text, table, heads)
+    pairs = zip(names, sums.tolist(), strict=True)
+    return {name: total / weight if weight else float("nan") for name, (total, weight) in pairs}
+
+
+def _sums_of_different_names(
+    world: World, text: bytes, table: Tensor, heads: NDArray[Any]
+) -> tuple[list[str], NDArray[Any]]:
+    """The names of all ranks, and their (sum, weight) over all ranks. A collective.
+
+    Each rank sends its numbers and its names. The work depends on how many different lists of names there are.
+    `heads`: (digest of the names, length of their text, number of names) of each rank.
+    """
+    digests, lengths, counts = heads.T
+    numbers = np.zeros((counts.max(), 2))
+    numbers[: len(table)] = table
+    own = bytearray(numbers.tobytes() + text.ljust(lengths.max()))
+    rows = _rows_of_ranks(world, torch.frombuffer(own, dtype=torch.uint8))
+    pairs = rows[:, : numbers.nbytes].copy().view(np.float64).reshape(-1, *numbers.shape)
+    columns = np.full(pairs.shape[:2], -1)
+    column_of: dict[str, int] = {}
+    _, sizes = np.unique(digests, return_counts=True)
+    groups = np.split(digests.argsort(kind="stable"), sizes.cumsum()[:-1])  # ranks with the same names
+    for ranks in sorted(groups, key=itemgetter(0)):
+        names = json.loads(rows[ranks[0], numbers.nbytes :].tobytes())
+        columns[ranks, : len(names)] = [column_of.setdefault(name, len(column_of)) for name in names]
+    sent = columns >= 0
+    sums = [np.bincount(columns[sent], part[sent]) for part in np.moveaxis(pairs, 2, 0)]  # adds in rank order
+    return [*column_of], np.stack(sums, axis=1)
+
+
+def _rows_of_ranks(world: World, own: Tensor) -> NDArray[Any]:
+    """The tensors of all ranks, of the shape of `own`, in rank order. A collective in host memory."""
+    rows = own
+    if world.world_size > 1:
+        rows = own.new_empty(world.world_size * own.numel())
+        gather_ranges(rows, own.flatten(), host_group(world))
+    gathered: NDArray[Any] = rows.view(world.world_size, *own.shape).numpy()
+    return gathered
 
 
 def _detached(name: str, value: object) -> Tensor | Loss | float:

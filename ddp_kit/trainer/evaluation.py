@@ -250,7 +250,7 @@ def evaluate(
     for name in ("loss", *metrics):
         values |= objects[name].values() if name in objects else {name: found[name]}
     if any_logged:
-        of_all = over_all_ranks(context.world, [*logged], as_table(logged, device).tolist())
+        of_all = over_all_ranks(context.world, [*logged], as_table(logged, device).cpu())
         values |= {name: value for name, value in of_all.items() if name not in values}
     return values
 

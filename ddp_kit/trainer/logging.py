@@ -380,7 +380,7 @@ class Reading:
         times = rows[:, :phases]
         memory = rows[:, phases:measured]
         facts = rows[:, measured:]
-        logged = over_all_ranks(self.world, self.names, self.logged.tolist()) if anything else {}
+        logged = over_all_ranks(self.world, self.names, self.logged) if anything else {}
         return Values(loss, weight, norm, logged, times, memory.flatten(), facts)
 
     def first_non_finite(self, column: int = _LOSS) -> tuple[int, int] | None:

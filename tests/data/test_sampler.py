@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Generator
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
+from ddp_kit.data import sampler
 from ddp_kit.data.sampler import (
     BatchPlan,
     Epochs,
     RankBatches,
     checksum,
+    lengths_in,
     passes_of,
     plan_batches,
 )
@@ -288,6 +290,37 @@ def test_steps_in_later_epochs_leaves_the_sampler_in_its_epoch() -> None:
     batches.set_position(1, 0)
     assert batches.epochs.steps_in(range(1, 50)) == sum(-(-length // 2) for length in range(4, 53))
     assert own.epoch == 1
+
+
+class DrawsItsLength(IsTold):
+    """Draws its length in `set_epoch` from the global generators and from its own ones, one of them a new one."""
+
+    def __init__(self) -> None:
+        self.generator = Generator()
+        self.latest = random.Random()
+
+    def set_epoch(self, epoch: int) -> None:
+        drawn = [random.randrange(50), int(torch.randint(50, (), generator=self.generator)), self.latest.randrange(50)]
+        self.epoch = sum(drawn) + epoch % 2
+        self.latest = random.Random(epoch)
+
+
+@pytest.mark.parametrize("count", [2, 200])
+def test_lengths_of_later_epochs_are_those_of_each_epoch_alone(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    kept: list[None] = []
+    states = sampler.random_states_kept
+
+    def counting(*arguments: Any) -> Any:
+        kept.append(None)
+        return states(*arguments)
+
+    alone = [lengths_in(DrawsItsLength(), "sampler", 3, [epoch]) for epoch in range(count)]
+    own = DrawsItsLength()
+    before = random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()
+    monkeypatch.setattr(sampler, "random_states_kept", counting)
+    assert [[length] for length in lengths_in(own, "sampler", 3, range(count))] == alone
+    assert len(kept) == 1, "for any number of epochs"
+    assert (random.getstate(), torch.get_rng_state().tolist(), own.generator.get_state().tolist()) == before
 
 
 BUCKETS = [[1], [2, 3], [4, 5, 6], [7], [8, 9], [10]]
