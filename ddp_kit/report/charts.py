@@ -1,17 +1,19 @@
 """The charts of a report. Pure functions compute their data from recorded runs; matplotlib draws SVG files."""
 
-import math
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean, median
 
 from ddp_kit.errors import UsageError
 from ddp_kit.report.machine_load import NodeLoad
-from ddp_kit.report.run_history import Line, RunHistory
+from ddp_kit.report.rows import Rows
+from ddp_kit.report.run_history import RunHistory
 from ddp_kit.texts import GIB
 
 # --- Chart data -------------------------------------------------------------------------------------------------------
@@ -24,10 +26,8 @@ _LEAST_POINTS = 100
 MOST_LINES = 16
 """Maximum number of ranks, GPUs or nodes with a line each; of more, the lowest, median and highest value are drawn."""
 _ROW_FIELDS = {
-    "event", "step", "attempt", "time", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
-    "step_seconds", "slowest_rank", "slowest_factor", "rank_seconds", "rank_memory", "rank_seconds_summary",
-    "rank_memory_summary", "compilations",
-    "mfu",
+    "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second",
+    "step_seconds", "slowest_rank", "slowest_factor", "compilations", "weights_checksum", "samples_checksums", "mfu",
 }  # fmt: skip
 _PHASES = {
     "data": "waiting for data",
@@ -85,11 +85,11 @@ def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
     """The charts that compare runs; each of these charts shows all runs."""
     builder = _Builder(runs)
     charts = [builder.losses()]
-    names_of_evaluations = _names(chain.from_iterable(run.evaluations for run in runs))
+    names_of_evaluations = dict.fromkeys(chain.from_iterable(run.evaluations.names for run in runs))
     metrics = [name for name in names_of_evaluations if name.startswith("eval_") and name != "eval_loss"]
     charts += [builder.of_evaluations(name) for name in metrics]
     # Values passed to `trainer.log`, and the learning rates of additional parameter groups.
-    names_of_rows = _names(chain.from_iterable(run.rows for run in runs))
+    names_of_rows = dict.fromkeys(chain.from_iterable(run.rows.names for run in runs))
     own_values = [name for name in names_of_rows if name not in _ROW_FIELDS and not name.startswith("times.")]
     charts += [builder.of_rows(name, name, "", slug=f"value-{name}") for name in own_values]
     charts += [
@@ -98,7 +98,7 @@ def comparing_charts(runs: Sequence[RunHistory]) -> list[Chart]:
         builder.of_rows("mfu", "Model FLOPs utilisation", "%", 100.0),
         builder.of_rows("step_seconds", "Time per optimizer step", "ms", 1e3),
     ]
-    if any(row.get("grad_norm") for run in runs for row in run.rows):  # 0 where it was not measured
+    if any(any(run.rows.values("grad_norm")) for run in runs):  # 0 where it was not measured
         charts.append(builder.of_rows("grad_norm", "Gradient norm", ""))
     return _with_values(charts)
 
@@ -117,58 +117,63 @@ class _Builder:
     def losses(self) -> Chart:
         groups = []
         for number, run in enumerate(self._runs):
-            groups.append(self._curves(number, run.rows, {"loss": _field("loss")}, ranges=True))
-            groups.append(self._curves(number, run.evaluations, {"evaluation": _field("eval_loss")}))
+            groups.append(self._curves(number, run.rows.steps, {"loss": run.rows.numbers("loss")}, ranges=True))
+            evaluations = {"evaluation": run.evaluations.numbers("eval_loss")}
+            groups.append(self._curves(number, run.evaluations.steps, evaluations))
         return Chart("loss", "Loss", "", "step", tuple(groups))
 
     def of_evaluations(self, name: str) -> Chart:
         title = name.removeprefix("eval_")
-        groups = [self._curves(i, run.evaluations, {title: _field(name)}) for i, run in enumerate(self._runs)]
+        groups = [
+            self._curves(i, run.evaluations.steps, {title: run.evaluations.numbers(name)})
+            for i, run in enumerate(self._runs)
+        ]
         return Chart(_slug(f"metric-{title}"), f"{title} (evaluation)", "", "step", tuple(groups))
 
     def of_rows(self, name: str, title: str, unit: str, scale: float = 1.0, slug: str = "") -> Chart:
-        value = _field(name, scale)
-        groups = [self._curves(i, run.rows, {title.lower(): value}) for i, run in enumerate(self._runs)]
+        groups = [
+            self._curves(i, run.rows.steps, {title.lower(): run.rows.numbers(name)}, scale)
+            for i, run in enumerate(self._runs)
+        ]
         return Chart(_slug(slug or title), title, unit, "step", tuple(groups))
 
     def phases(self, number: int) -> Chart:
-        values = {label: _field(f"times.{name}", 1e3) for name, label in _PHASES.items()}
-        curves = self._curves(number, self._runs[number].rows, values)
+        rows = self._runs[number].rows
+        columns = {label: rows.numbers(f"times.{name}") for name, label in _PHASES.items()}
+        curves = self._curves(number, rows.steps, columns, 1e3)
         return Chart("phases", "Where the time of a step goes (main rank)", "ms", "step", (curves,), stacked=True)
 
     def ranks(self, number: int) -> Chart:
         rows = self._runs[number].rows
-        values = _of_ranks("rank_seconds", rows, 1e3)
-        if len(values) == 1:
-            values = {}
-        curves = self._curves(number, rows, values)
+        columns = _of_ranks("rank_seconds", rows)
+        if len(columns) == 1:
+            columns = {}
+        curves = self._curves(number, rows.steps, columns, 1e3)
         return Chart("ranks", "Time per step that each rank spends on its own work", "ms", "step", (curves,))
 
     def memory(self, number: int) -> Chart:
         run = self._runs[number]
-        values = _of_ranks("rank_memory", run.rows, 1 / GIB)
+        columns = _of_ranks("rank_memory", run.rows)
         planned = run.last.begin.get("planned_memory")
-        if values and planned:
-            values["planned"] = lambda _: planned / GIB
-        return Chart(
-            "memory", "Peak memory allocated by torch", "GiB", "step", (self._curves(number, run.rows, values),)
-        )
+        if columns and planned:
+            columns["planned"] = array("d", [planned]) * len(run.rows)
+        curves = self._curves(number, run.rows.steps, columns, 1 / GIB)
+        return Chart("memory", "Peak memory allocated by torch", "GiB", "step", (curves,))
 
     def machine(self, number: int) -> Iterator[Chart]:
         run = self._runs[number]
         began = run.attempts[0].begin["time"]
-        times = run.machines.times
-        lines = [{"part": part, "minutes": (time - began) / 60} for part, time in enumerate(times)]
+        minutes = [(time - began) / 60 for time in run.machines.times]
         nodes = run.machines.nodes
         if len(nodes) > MOST_LINES:
-            yield from self._machine(number, f" on {len(nodes)} nodes", "all", lines, list(nodes.values()))
+            yield from self._machine(number, f" on {len(nodes)} nodes", "all", minutes, list(nodes.values()))
             return
         for node, load in nodes.items():
             where = f" on node {node}" if len(nodes) > 1 else ""
-            yield from self._machine(number, where, node, lines, [load])
+            yield from self._machine(number, where, node, minutes, [load])
 
     def _machine(
-        self, number: int, where: str, node: str, lines: Sequence[Line], loads: Sequence[NodeLoad]
+        self, number: int, where: str, node: str, minutes: Sequence[float], loads: Sequence[NodeLoad]
     ) -> Iterator[Chart]:
         """The charts of one node, or of many nodes together."""
         for field, title, unit, scale in (
@@ -177,67 +182,54 @@ class _Builder:
             ("power", "Power of the GPUs", "W", 1.0),
             ("temperature", "Temperature of the GPUs", "°C", 1.0),
         ):
-            gpus = [_of_part(gpu, scale) for load in loads for gpu in load.gpus[field]]
-            values = _each_or_range("GPU", len(gpus), gpus.__getitem__)
-            yield self._over_time(f"gpu-{field}-{node}", f"{title}{where}", unit, number, lines, values)
-        host: dict[str, _Value] = {}
+            columns = _each_or_range("GPU", [gpu for load in loads for gpu in load.gpus[field]])
+            curves = self._curves(number, minutes, columns, scale)
+            yield Chart(f"gpu-{field}-{node}", f"{title}{where}", unit, "minutes", (curves,))
+        host: dict[str, Sequence[float]] = {}
         for field, label in (("cpu", "processors"), ("memory", "memory")):
-            nodes = [_of_part(load.host[field], 100.0) for load in loads]
+            nodes = [load.host[field] for load in loads]
             if len(nodes) == 1:
                 host[label] = nodes[0]
             else:
-                ranges = _each_or_range("node", len(nodes), nodes.__getitem__)
-                host |= {f"{label}: {name}": value for name, value in ranges.items()}
-        yield self._over_time(f"host-{node}", f"Load of the host{where}", "%", number, lines, host)
-
-    def _over_time(
-        self, slug: str, title: str, unit: str, number: int, lines: Sequence[Line], values: "Mapping[str, _Value]"
-    ) -> Chart:
-        return Chart(slug, title, unit, "minutes", (self._curves(number, lines, values, x="minutes"),))
+                ranges = _each_or_range("node", nodes)
+                host |= {f"{label}: {name}": column for name, column in ranges.items()}
+        curves = self._curves(number, minutes, host, 100.0)
+        yield Chart(f"host-{node}", f"Load of the host{where}", "%", "minutes", (curves,))
 
     def _curves(
-        self, run: int, lines: Sequence[Line], values: "Mapping[str, _Value]", *, x: str = "step", ranges: bool = False
+        self,
+        run: int,
+        x: Sequence[float],
+        columns: Mapping[str, Sequence[float]],
+        scale: float = 1.0,
+        *,
+        ranges: bool = False,
     ) -> Curves:
-        """Divide the lines of the record into buckets, and average the values in each bucket into one point.
+        """Divide columns of the record into buckets, and average the values in each bucket into one point.
 
-        The point gets the x value of the bucket's last line.
+        The point gets the bucket's last x value. A value that is NaN does not count.
         """
-        limit = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(values), 1))
-        count = min(max(limit, _LEAST_POINTS), len(lines))
-        edges = [len(lines) * i // max(count, 1) for i in range(count + 1)]
-        buckets = [lines[begin:end] for begin, end in pairwise(edges)]
+        limit = min(_POINTS // len(self._runs), _POINTS_OF_CHART // max(len(columns), 1))
+        count = min(max(limit, _LEAST_POINTS), len(x))
+        edges = [len(x) * i // max(count, 1) for i in range(count + 1)]
         curves = []
-        for label, value in values.items():
-            numbers = [[number for line in bucket if (number := value(line)) is not None] for bucket in buckets]
+        for label, column in columns.items():
+            buckets = (column[begin:end] for begin, end in pairwise(edges))
+            numbers = [[value * scale for value in bucket if not isnan(value)] for bucket in buckets]
             curve = Curve(label, _points(fmean, numbers))
-            if ranges and len(lines) > count:
+            if ranges and len(x) > count:
                 curve = replace(curve, low=_points(min, numbers), high=_points(max, numbers))
             curves.append(curve)
-        return Curves(run, [_rounded(bucket[-1][x]) for bucket in buckets], tuple(curves))
+        return Curves(run, [_rounded(x[end - 1]) for end in edges[1:]], tuple(curves))
 
 
-_Value = Callable[[Line], float | None]
-
-
-def _field(name: str, scale: float = 1.0) -> _Value:
-    return lambda line: _number(line.get(name), scale)
-
-
-def _of_ranks(name: str, rows: Sequence[Line], scale: float) -> dict[str, _Value]:
-    """The value of each rank, in a list that has one item per rank; of many ranks, a row has a summary instead."""
-
-    def item(field: str, index: int) -> _Value:
-        return lambda row: _number(next(islice(row.get(field, ()), index, None), None), scale)
-
-    count = max((len(row.get(name, ())) for row in rows), default=0)
-    summary = f"{name}_summary"
-    if count == 0 and any(summary in row for row in rows):
-        return {"highest": item(summary, 2), "median": item(summary, 1), "lowest": item(summary, 0)}
-    return _each_or_range("rank", count, lambda rank: item(name, rank))
-
-
-def _of_part(values: Sequence[float], scale: float) -> _Value:
-    return lambda line: _number(values[line["part"]], scale)
+def _of_ranks(name: str, rows: Rows) -> dict[str, Sequence[float]]:
+    """The values of each rank, in lists that have one item per rank; of many ranks, a row has a summary instead."""
+    columns = rows.items(name)
+    summary = rows.items(f"{name}_summary")
+    if summary and not columns:
+        return dict(zip(("highest", "median", "lowest"), reversed(summary), strict=False))
+    return _each_or_range("rank", columns)
 
 
 def _points(pick: Callable[[list[float]], float], groups: Iterable[list[float]]) -> Values:
@@ -245,39 +237,24 @@ def _points(pick: Callable[[list[float]], float], groups: Iterable[list[float]])
     return [_rounded(pick(numbers)) if numbers else None for numbers in groups]
 
 
-def _each_or_range(what: str, count: int, value_of: Callable[[int], _Value]) -> dict[str, _Value]:
-    """Map a label for each rank or GPU, such as `rank 0`, to a function that reads its value from a line of the record.
+def _each_or_range(what: str, columns: Sequence[Sequence[float]]) -> dict[str, Sequence[float]]:
+    """Map a label for each rank or GPU, such as `rank 0`, to its column.
 
-    If there are many ranks or GPUs, there are instead three functions, for the lowest, median and highest value.
+    If there are many ranks or GPUs, there are instead three columns: the lowest, median and highest value.
     """
+    count = len(columns)
     if count <= MOST_LINES:
-        return {f"{what} {index}": value_of(index) for index in range(count)}
-    values = [value_of(index) for index in range(count)]
+        return {f"{what} {index}": column for index, column in enumerate(columns)}
 
-    def over(pick: Callable[[list[float]], float]) -> _Value:
-        def value(line: Line) -> float | None:
-            numbers = [number for value_of_one in values if (number := value_of_one(line)) is not None]
-            return pick(numbers) if numbers else None
-
-        return value
+    def over(pick: Callable[[list[float]], float]) -> Sequence[float]:
+        lines = ([value for value in line if not isnan(value)] for line in zip(*columns, strict=True))
+        return array("d", (pick(numbers) if numbers else nan for numbers in lines))
 
     return {f"highest of {count}": over(max), "median": over(median), f"lowest of {count}": over(min)}
 
 
-def _number(value: object, scale: float = 1.0) -> float | None:
-    """The scaled value; None if it is not a finite number (NaN is `null` in the record)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return value * scale
-
-
 def _rounded(value: float) -> float:
     return float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
-
-
-def _names(lines: Iterable[Line]) -> list[str]:
-    """The names of all values in lines of the record, in the order in which they first appear."""
-    return list(dict.fromkeys(chain.from_iterable(lines)))
 
 
 def _with_values(charts: Iterable[Chart]) -> list[Chart]:

@@ -190,17 +190,19 @@ def _setting_lines(old: RunHistory, new: RunHistory) -> list[str]:
 def _values(run: RunHistory) -> dict[str, dict[int, Any]]:
     """The results of a run, by name and step. Of several rows of one step, the last counts: a resume repeats steps."""
     samples: dict[int, str] = {}
-    for row in run.rows:
-        digits = row.get("samples_checksums", "")
-        checksums = [digits[begin : begin + _DIGITS] for begin in range(0, len(digits), _DIGITS)]
-        samples |= zip(range(row["step"] - len(checksums) + 1, row["step"] + 1), checksums, strict=True)
+    rows = run.rows
+    for step, digits in zip(rows.steps, rows.values("samples_checksums"), strict=True):
+        checksums = [digits[begin : begin + _DIGITS] for begin in range(0, len(digits or ""), _DIGITS)]
+        samples |= zip(range(step - len(checksums) + 1, step + 1), checksums, strict=True)
+    rates = [rows.values(name) for name in rows.names if name.startswith("learning_rate")]
     return {
         "samples": samples,
-        "weights": {row["step"]: row["weights_checksum"] for row in run.rows if row.get("weights_checksum")},
+        "weights": {step: sums for step, sums in zip(rows.steps, rows.values("weights_checksum"), strict=True) if sums},
         "learning rate": {
-            row["step"]: [value for name, value in row.items() if name.startswith("learning_rate")] for row in run.rows
+            step: [column[number] for column in rates if column[number] is not None]
+            for number, step in enumerate(rows.steps)
         },
-        "loss": {row["step"]: [row.get("loss")] for row in run.rows},
+        "loss": {step: [loss] for step, loss in zip(rows.steps, rows.values("loss"), strict=True)},
     }
 
 
@@ -216,11 +218,11 @@ def _begins(run: RunHistory) -> dict[int, int]:
     begins_of_attempts = {attempt.name: attempt.begin["step"] for attempt in run.attempts}
     begins = {}
     before = 0
-    for row in run.rows:
-        if before >= row["step"]:  # a resumed attempt repeats steps
+    for step, attempt in zip(run.rows.steps, run.rows.attempts, strict=True):
+        if before >= step:  # a resumed attempt repeats steps
             before = 0
-        begins[row["step"]] = max(begins_of_attempts.get(row["attempt"], 0), before)
-        before = row["step"]
+        begins[step] = max(begins_of_attempts.get(attempt, 0), before)
+        before = step
     return begins
 
 

@@ -136,12 +136,16 @@ def _time_of_step(attempt: Attempt, step: int, run: RunHistory) -> float:
     """
     if latest := [end["time"] for end in attempt.ends if end.get("step") == step]:
         return float(max(latest))
-    rows = [row for row in run.rows_by_attempt.get(attempt.name, ()) if row["step"] <= step]
-    before = max((attempt.begin, *rows), key=lambda line: line["step"])
+    rows = run.rows
+    points = [(rows.steps[number], rows.times[number]) for number in rows.by_attempt.get(attempt.name, ())]
+    points = [(attempt.begin["step"], attempt.begin["time"]), *(point for point in points if point[0] <= step)]
+    before = max(points, key=lambda point: point[0])
     ends = [end for end in attempt.ends if (end.get("step") or 0) >= step]
-    after = min(ends, key=lambda line: line["step"]) if step and ends else before
-    share = (step - before["step"]) / max(after["step"] - before["step"], 1)
-    return float(before["time"] + min(share, 1.0) * max(after["time"] - before["time"], 0.0))
+    after = before
+    if step and ends:
+        after = min(((end["step"], end["time"]) for end in ends), key=lambda point: point[0])
+    share = (step - before[0]) / max(after[0] - before[0], 1)
+    return float(before[1] + min(share, 1.0) * max(after[1] - before[1], 0.0))
 
 
 def _advice(run: RunHistory) -> Iterator[Finding]:
@@ -154,14 +158,15 @@ def _advice(run: RunHistory) -> Iterator[Finding]:
 
 
 def _loss(run: RunHistory) -> Iterator[Finding]:
-    lost = [row["step"] for row in run.rows if row.get("loss") is None]
+    lost = [step for step, loss in zip(run.rows.steps, run.rows.values("loss"), strict=True) if loss is None]
     if lost:
         yield Finding(
             f"The loss was not finite at {plural(len(lost), 'log point')}, first at step {lost[0]:,}: "
             "lower the learning rate, or set max_grad_norm",
             is_problem=True,
         )
-    evaluated = [(line["eval_loss"], line["step"]) for line in run.evaluations if is_number(line.get("eval_loss"))]
+    losses = zip(run.evaluations.values("eval_loss"), run.evaluations.steps, strict=True)
+    evaluated = [(loss, step) for loss, step in losses if is_number(loss)]
     if len(evaluated) > 2:
         lowest, step = min(evaluated)
         last = evaluated[-1][0]
@@ -174,11 +179,9 @@ def _loss(run: RunHistory) -> Iterator[Finding]:
 
 
 def _compilation(run: RunHistory) -> Iterator[Finding]:
-    counts = [
-        (row["compilations"], row["step"])
-        for row in run.rows
-        if row.get("attempt") == run.last.name and isinstance(row.get("compilations"), int)
-    ]
+    compilations = run.rows.values("compilations")
+    numbers = run.rows.by_attempt.get(run.last.name, ())
+    counts = [(compilations[i], run.rows.steps[i]) for i in numbers if isinstance(compilations[i], int)]
     if len(counts) < _ENOUGH_ROWS:
         return
     early = counts[len(counts) // 4][0]
@@ -193,11 +196,9 @@ def _compilation(run: RunHistory) -> Iterator[Finding]:
 
 
 def _throughput(run: RunHistory) -> Iterator[Finding]:
-    rates = [
-        row["samples_per_second"]
-        for row in run.rows
-        if row.get("attempt") == run.last.name and is_number(row.get("samples_per_second"))
-    ][1:]  # the first interval includes the warm-up
+    all_rates = run.rows.numbers("samples_per_second")
+    numbers = run.rows.by_attempt.get(run.last.name, ())
+    rates = [all_rates[i] for i in numbers if not isnan(all_rates[i])][1:]  # the first interval includes the warm-up
     if len(rates) < 2 * _ENOUGH_ROWS:
         return
     quarter = len(rates) // 4
@@ -212,14 +213,14 @@ def _throughput(run: RunHistory) -> Iterator[Finding]:
 
 
 def _memory(run: RunHistory) -> Iterator[Finding]:
-    memory = (row.get("rank_memory") or row.get("rank_memory_summary") for row in run.rows)
-    peaks = [max(values) for values in memory if values]
+    memory = chain(run.rows.items("rank_memory"), run.rows.items("rank_memory_summary"))
+    peak = max((value for value in chain.from_iterable(memory) if not isnan(value)), default=None)
     planned = run.last.begin.get("planned_memory")
-    if peaks and is_number(planned) and planned:
-        share = max(peaks) / planned - 1
+    if peak is not None and is_number(planned) and planned:
+        share = peak / planned - 1
         if abs(share) > _OFF_PLAN:
             yield Finding(
-                f"A rank used {size_text(max(peaks))} of GPU memory; estimated: {size_text(planned)} ({share:+.0%})",
+                f"A rank used {size_text(peak)} of GPU memory; estimated: {size_text(planned)} ({share:+.0%})",
                 is_problem=share > 0,
             )
 

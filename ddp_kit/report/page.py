@@ -14,7 +14,7 @@ from ddp_kit import __version__
 from ddp_kit.report.charts import Chart, charts_of_run, comparing_charts
 from ddp_kit.report.comparison import differences, first_differences, settings
 from ddp_kit.report.findings import Finding, Profile, findings, state
-from ddp_kit.report.run_history import Attempt, Line, RunHistory
+from ddp_kit.report.run_history import Attempt, RunHistory
 from ddp_kit.texts import duration_text
 
 # The page is self-contained: it loads nothing from the network.
@@ -99,11 +99,11 @@ def _overview(runs: Sequence[RunHistory]) -> str:
         return f"<p>{_state(runs[0])}</p>\n<p class=quiet>{escape(about)}</p>\n"
     rows = []
     for number, run in enumerate(runs):
-        last: Line = next(reversed(run.rows), {})
         box = f'<label><input type=checkbox class=control data-run="{number}" checked> {escape(run.name)}</label>'
-        evaluated = next((line["eval_loss"] for line in reversed(run.evaluations) if "eval_loss" in line), None)
+        evaluated = run.evaluations.values("eval_loss")
         cells = (
-            _number_text(last.get("loss")), _number_text(evaluated), _number_text(last.get("samples_per_second")),
+            _number_text(run.rows.values("loss")), _number_text(evaluated),
+            _number_text(run.rows.values("samples_per_second")),
             _recorded_text(run.last.begin.get("ranks")), str(len(run.attempts)),
         )  # fmt: skip
         rows.append(f'<tr data-run="{number}"><th scope=row>{box}</th><td>{_state(run)}</td>{_cells(cells)}</tr>\n')
@@ -276,7 +276,9 @@ def _utc(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _number_text(value: object) -> str:
+def _number_text(values: Sequence[object]) -> str:
+    """The last of the values."""
+    value = next(reversed(values), None)
     if not isinstance(value, int | float):
         return ""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
@@ -284,8 +286,13 @@ def _number_text(value: object) -> str:
 
 def _run_data(run: RunHistory) -> dict[str, Any]:
     """The run's name, the steps from which it resumed, and what converts a step to minutes and to samples."""
-    rows = [run.attempts[0].begin, *run.rows[:: max(len(run.rows) // _CLOCK_POINTS, 1)], *run.rows[-1:]]
-    clock = {row["step"]: round(run.running_seconds(row) / 60, 3) for row in sorted(rows, key=lambda row: row["step"])}
+    begin = run.attempts[0].begin
+    every = max(len(run.rows) // _CLOCK_POINTS, 1)
+    points = [(begin["step"], begin["time"])]
+    for part in (slice(None, None, every), slice(-1, None)):
+        points += zip(run.rows.steps[part], run.rows.times[part], strict=True)
+    points.sort(key=lambda point: point[0])
+    clock = {step: round(run.running_seconds(time) / 60, 3) for step, time in points}
     restarts = [attempt.begin["step"] for attempt in run.attempts[1:] if attempt.begin["step"]]
     minutes = list(accumulate(clock.values(), max))
     return {"name": run.name, "restarts": restarts, "steps": list(clock), "minutes": minutes, "batch": _batch(run)}

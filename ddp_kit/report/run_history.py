@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from statistics import median
-from sys import intern
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +18,7 @@ from ddp_kit.env import RECORD_ATTEMPTS, RECORD_FOLDER, RECORD_ROWS
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.report.machine_load import MachineLoad, machine_load
+from ddp_kit.report.rows import Rows
 
 _FORMAT = 1
 _SAMPLES = "samples-*.jsonl"
@@ -31,6 +31,8 @@ _QUIET_ROWS = 5
 """The same for a run that logs rarely, as a multiple of the time between two rows."""
 _QUIET_SAMPLES = 2
 """The same for an old run, whose samples are rare, as a multiple of the time between two samples."""
+_BLOCK = 100
+"""Number of rows held as dicts until they are added to the columns; of more, garbage collection takes longer."""
 _SAMPLE_LINES = 200_000
 """About how many lines with samples are read, of all nodes together; of larger files, lines are skipped evenly."""
 
@@ -74,9 +76,9 @@ class RunHistory:
     """The name of the run's folder, such as runs/7; unique within a report."""
     attempts: tuple[Attempt, ...]
     """The attempts of the run, at least one."""
-    rows: tuple[Line, ...]
-    """Lines with training metrics, one per log point."""
-    evaluations: tuple[Line, ...]
+    rows: Rows
+    """Training metrics, one row per log point."""
+    evaluations: Rows
     machines: MachineLoad
     """The load of the nodes' machines."""
     traces: tuple[Path, ...]
@@ -97,23 +99,12 @@ class RunHistory:
         return sum(end - begin for begin, end in self.periods)
 
     @cached_property
-    def rows_by_attempt(self) -> Mapping[str, Sequence[Line]]:
-        """The lines of `rows`, by the name of their attempt."""
-        grouped: dict[str, list[Line]] = {}
-        for row in self.rows:
-            grouped.setdefault(row["attempt"], []).append(row)
-        return grouped
-
-    @cached_property
     def periods(self) -> list[tuple[float, float]]:
         """The times at which each attempt began and ended.
 
         An attempt that its launcher restarted ends when the next one begins. The end of any other attempt is the last
         line that belongs to it.
         """
-        rows: dict[str, list[float]] = {}
-        for line in (*self.rows, *self.evaluations):
-            rows.setdefault(line["attempt"], []).append(line["time"])
         periods = []
         for attempt, after in zip(self.attempts, (*self.attempts[1:], None), strict=True):
             begin = attempt.begin["time"]
@@ -122,22 +113,24 @@ class RunHistory:
                 end = latest
             else:
                 lines = (*attempt.ends, *attempt.advice, *filter(None, (attempt.done, attempt.stop)))
-                times = [*(line["time"] for line in lines), *rows.get(attempt.name, ())]
+                times = [line["time"] for line in lines]
+                for rows in (self.rows, self.evaluations):
+                    times += [rows.times[number] for number in rows.by_attempt.get(attempt.name, ())]
                 end = max((time for time in times if time <= latest), default=begin)
             periods.append((begin, max(begin, end)))
         return periods
 
-    def running_seconds(self, line: Line) -> float:
-        """Seconds that the run had been running when a line was written."""
-        past = [(begin, min(end, line["time"])) for begin, end in self.periods if begin <= line["time"]]
+    def running_seconds(self, time: float) -> float:
+        """Seconds that the run had been running at a time."""
+        past = [(begin, min(end, time)) for begin, end in self.periods if begin <= time]
         return float(sum(max(0.0, end - begin) for begin, end in past))
 
     @property
     def steps(self) -> int:
         """The number of optimizer steps that the run has completed."""
         ends = [end for end in self.last.ends if end.get("step") is not None]
-        lines = [self.last.begin, *self.rows[-1:], *filter(None, (self.last.done, self.last.stop)), *ends]
-        return max(int(line["step"]) for line in lines)
+        lines = [self.last.begin, *filter(None, (self.last.done, self.last.stop)), *ends]
+        return max([*self.rows.steps[-1:], *(int(line["step"]) for line in lines)])
 
     @property
     def is_live(self) -> bool:
@@ -145,9 +138,9 @@ class RunHistory:
         if self.last.ends or self.last.done is not None or self.last.stop is not None:
             return False
         nodes = self.machines.nodes.values()
-        lines = [self.last.begin, *self.rows, *self.evaluations]
-        latest = max([*(line["time"] for line in lines), *(node.last for node in nodes)])
-        intervals = [after["time"] - before["time"] for before, after in pairwise(self.rows[-_QUIET_ROWS:])]
+        begin = self.last.begin["time"]
+        latest = max([begin, *self.rows.times, *self.evaluations.times, *(node.last for node in nodes)])
+        intervals = [after - before for before, after in pairwise(self.rows.times[-_QUIET_ROWS:])]
         samples = [_QUIET_SAMPLES * node.seconds for node in nodes]
         quiet = max(_QUIET_SECONDS, _QUIET_ROWS * median(intervals or [0.0]), *samples)
         return bool(abs(self.read_at - latest) < quiet)
@@ -200,7 +193,11 @@ def _names(records: Sequence[Path]) -> list[str]:
 def _read(record: Path, name: str) -> RunHistory:
     reader = _Reader()
     attempts = _attempts(record, list(reader.lines(record / RECORD_ATTEMPTS, _EVENTS)))
-    rows = list(reader.lines(record / RECORD_ROWS, _ROWS))
+    rows = {"train": Rows(), "eval": Rows()}
+    lines = reader.lines(record / RECORD_ROWS, _ROWS)
+    while block := list(islice(lines, _BLOCK)):
+        for event, rows_of_event in rows.items():
+            rows_of_event.extend([line for line in block if line["event"] == event])
     paths = sorted(record.glob(_SAMPLES))
     samples = {
         path.stem.removeprefix("samples-"): reader.lines(path, {None: _Sample}, _SAMPLE_LINES // len(paths))
@@ -209,8 +206,8 @@ def _read(record: Path, name: str) -> RunHistory:
     return RunHistory(
         name,
         attempts,
-        tuple(line for line in rows if line["event"] == "train"),
-        tuple(line for line in rows if line["event"] == "eval"),
+        rows["train"],
+        rows["eval"],
         machine_load(samples),
         _recorded(attempts, "rank*_steps*.json.gz"),
         reader.unreadable,
@@ -264,10 +261,11 @@ class _End(_Timed):
 
 
 class _Row(_Placed):
-    rank_seconds: list[float | None] = []
-    rank_memory: list[float] = []
-    rank_seconds_summary: list[float | None] = []
-    rank_memory_summary: list[float] = []
+    # Factories: pydantic copies other defaults, which takes longer than all the rest.
+    rank_seconds: list[float | None] = Field(default_factory=list)
+    rank_memory: list[float] = Field(default_factory=list)
+    rank_seconds_summary: list[float | None] = Field(default_factory=list)
+    rank_memory_summary: list[float] = Field(default_factory=list)
     samples_checksums: str = ""
     weights_checksum: str = ""
 
@@ -320,7 +318,7 @@ class _Reader:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # also pydantic's errors
             self.unreadable += bool(line)
         else:
-            yield {intern(name): value for name, value in content.items()}  # lines share the names, 1.4 kB per row
+            yield content
 
 
 def _finite(text: str) -> float | None:

@@ -6,8 +6,8 @@ import re
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ddp_kit.report.command import run as report
 from ddp_kit.report.comparison import differences, first_differences
 from ddp_kit.report.findings import findings, state
 from ddp_kit.report.page import page
+from ddp_kit.report.rows import Rows
 from ddp_kit.report.run_history import RunHistory, read_runs
 from ddp_kit.terminal import Terminal
 from ddp_kit.trainer.profile import Recorder
@@ -108,7 +109,7 @@ def test_report_omits_an_unfinished_last_line_and_counts_broken_ones(tmp_path: P
     path = run / "record" / "rows.jsonl"
     path.write_text(path.read_text() + 'not JSON\n{"event": "train"}\n[1]\n{"event": "train", "st')
     (found,) = read_runs([run])
-    assert [each["step"] for each in found.rows] == [1, 2]
+    assert [*found.rows.steps] == [1, 2]
     assert "3 lines of the record cannot be read" in texts(found)
 
 
@@ -173,10 +174,10 @@ def test_report_cost_of_a_failure_includes_the_restart(tmp_path: Path) -> None:
 
 
 def test_report_of_many_failures_looks_at_each_row_a_few_times(tmp_path: Path) -> None:
-    class CountedRow(dict[str, Any]):
-        def __getitem__(self, name: str) -> Any:
-            reads.append(name)
-            return super().__getitem__(name)
+    class CountedSteps(list[int]):
+        def __getitem__(self, number: Any) -> Any:
+            reads.append(number)
+            return super().__getitem__(number)
 
     def rows_read(attempts: int) -> int:
         lines = []
@@ -185,13 +186,44 @@ def test_report_of_many_failures_looks_at_each_row_a_few_times(tmp_path: Path) -
             lines += [begin(f"job.{number}", step=5 * number), end(f"job.{number}", exit_code=1)]
             rows += [row(5 * number + step, attempt=f"job.{number}") for step in range(1, 6)]
         run = history(tmp_path / str(attempts), *lines, rows=rows)
-        run = replace(run, rows=tuple(map(CountedRow, run.rows)))
+        run.rows.steps = CountedSteps(run.rows.steps)  # type: ignore[assignment]
         reads.clear()
         findings(run)
         return len(reads)
 
-    reads: list[str] = []
-    assert rows_read(80) < 1.1 * 4 * rows_read(20)
+    reads: list[int] = []
+    assert 80 <= rows_read(80) < 1.1 * 4 * rows_read(20)
+
+
+def test_rows_have_the_recorded_values_in_columns() -> None:
+    rows = Rows()
+    rows.extend([row(1, loss=0.5, note="a", rank_seconds=[1, None]), row(2, loss=None)])
+    rows.extend([row(3, loss=2, rank_seconds=[1.5, 2.5, 3.5]), row(4, attempt="job.1", own=7.0, loss=1.0)])
+    assert [rows.values(name) for name in ("loss", "note", "own", "mfu")] == [
+        [0.5, None, 2, 1.0],
+        ["a", None, None, None],
+        [None, None, None, 7.0],
+        [None] * 4,
+    ]
+    assert [str(number) for number in rows.numbers("note")] == ["nan"] * 4
+    assert [str(each[0]) for each in rows.items("rank_seconds")] == ["1.0", "nan", "nan"]
+    assert {name: [*numbers] for name, numbers in rows.by_attempt.items()} == {"job.0": [0, 1, 2], "job.1": [3]}
+    assert "own" in rows.names
+    assert not {"rank_seconds", "step"} & {*rows.names}
+
+
+def test_report_holds_a_row_in_less_than_600_bytes(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        rows = [row(step, ranks=8, samples_checksums=f"{step:080x}") for step in range(count)]
+        run = write_record(tmp_path / str(count), [begin()], rows)
+        tracemalloc.start()
+        found = read_runs([run])
+        page(found, {})
+        largest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return largest
+
+    assert peak(3000) - peak(1000) < 2000 * 600
 
 
 def test_report_of_a_stopped_run_has_its_last_step(tmp_path: Path) -> None:
