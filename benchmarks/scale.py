@@ -48,11 +48,11 @@ class Row:
 
 ROWS = (
     Row("descriptors", "scale_launcher", (4, 8, 16)),
-    Row("manifest", "scale_checkpoints", (128, 512, 2048)),
-    Row("shard_load", "scale_checkpoints", (64, 512, 2048)),
+    Row("manifest", "scale_checkpoints", (512, 2048, 8192)),
+    Row("shard_load", "scale_checkpoints", (64, 512, 8192)),
     Row("random_states", "scale_ranks", (64, 512, 8192)),
     Row("history", "scale_ranks", (64, 512, 8192)),
-    Row("end_of_job", "scale_launcher", (8, 32, 64), of="nodes", estimated=1000),
+    Row("end_of_job", "scale_launcher", (16, 64, 256), of="nodes", estimated=1000),
     Row("samples", "scale_watching", (24, 96, 720), of="hours", estimated=720),
     Row("samples_read", "scale_watching", (8, 32, 128), of="nodes", estimated=1000),
     Row("top", "scale_watching", (256, 1024, 4096)),
