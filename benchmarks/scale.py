@@ -116,7 +116,7 @@ def line_of(row: Row, result: dict[str, Any] | None) -> tuple[str, ...]:
     """A line of the table. `result`: None if the row could not be measured."""
     if result is None:
         return row.name, "", "not measured", "", "", "", ""
-    verdict = f"{result['exponent']:.2f} (at most {result['bound']:g})"
+    verdict = f"{round(result['exponent'], 2) + 0.0:.2f} (at most {result['bound']:g})"
     if exceeds(result):
         verdict = f"**{verdict}**"
     growth = result["values"][-1] * (row.estimated / result["sizes"][-1]) ** result["exponent"]
@@ -164,7 +164,7 @@ def main() -> int:
     print(shown)
     if not asked.only and not asked.quick:
         words = f"`make scale` on {machine(('torch', 'ddpkit'))}. Above its bound: in bold."
-        write_section("scale", f"{words}\n\n{shown}")
+        write_section("scale", f"## At scale\n\n{words}\n\n{shown}")
     return int(len(found) < len(only) or any(map(exceeds, found)))
 
 
