@@ -154,6 +154,9 @@ STACKS_FILE = "stacks.txt"  # the stack of a rank when a hang was detected
 STACKS_SIGNAL = getattr(signal, "SIGRTMAX", 3) - 3
 VERDICT_FILE = "verdict.json"
 GRACE_FILE = "shutdown-timeout"  # in an attempt's folder: the seconds of --shutdown-timeout
+# In an attempt's folder: the path of the node's folder for copies of the state in memory, which all attempts share.
+MEMORY_FILE = "memory-folder"
+SHARED_MEMORY = "/dev/shm"  # noqa: S108
 ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see launcher/record.py
 # The record of a run: see docs/run-record.md. Two files in an attempt's folder: RECORD_DEFAULT, from the launcher, has
 # the path for the record of a Trainer without a checkpoint folder; RECORD_NOTE, from the Trainers, has the paths of the
@@ -336,6 +339,12 @@ def shutdown_timeout() -> float | None:
     with suppress(ValueError):
         return float(_attempt_file_content(GRACE_FILE))
     return None
+
+
+def memory_folder() -> Path | None:
+    """The launcher's folder for copies of the state in memory; None: there is none."""
+    path = _attempt_file_content(MEMORY_FILE)
+    return Path(os.fsdecode(path)) if path else None
 
 
 def error_file() -> Path | None:

@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from time import monotonic_ns
 
-from ddp_kit.env import ERROR_FILE, HEARTBEAT_FILE
+from ddp_kit.env import ERROR_FILE, HEARTBEAT_FILE, attempt_folder
 from ddp_kit.errors import LossError
 
 
@@ -93,6 +93,8 @@ class HeartbeatField(IntEnum):
     """The step after which the run ends; 0: not known."""
     LOSS = 15
     """The loss of the last log point: the bits of a 64-bit floating-point number; 0: not known."""
+    ON_DISK = 16
+    """Like BEGAN, but of a checkpoint on disk: an earlier step than BEGAN if the run started from a copy in memory."""
 
 
 ADVICE_WORDS = 64
@@ -131,6 +133,8 @@ class Heartbeat:
     """The step after which the run ends; None: not known."""
     loss: float | None = None
     """The loss of the last log point; None: there was none."""
+    on_disk: int = 0
+    """The step of a checkpoint on disk from which the run could have started."""
 
 
 def loss_bits(loss: float) -> int:
@@ -181,7 +185,7 @@ def read_heartbeat(error_file: str) -> Heartbeat:
         fields = 8 * len(HeartbeatField)
         numbers = memoryview(content[:fields]).cast("q").tolist()
         step, phase, beats, steps, collectives, all_collectives, began, changed_at, *numbers = numbers
-        step_time, data, others, mfu, counted_at, python_at, total, loss = numbers
+        step_time, data, others, mfu, counted_at, python_at, total, loss, on_disk = numbers
         return Heartbeat(
             step - 1 if step else None,
             Phase(phase),
@@ -200,8 +204,19 @@ def read_heartbeat(error_file: str) -> Heartbeat:
             content[fields:].rstrip(b"\0").decode(errors="replace"),
             total or None,
             struct.unpack("d", struct.pack("q", loss))[0] if loss else None,
+            max(0, on_disk - 1),
         )
     return Heartbeat()
+
+
+def highest_earlier_step() -> int:
+    """The highest step that this node's first rank completed before the launcher restarted it; 0 if it did not."""
+    folder = attempt_folder()
+    if folder is None:
+        return 0
+    files = folder.parent.glob(f"attempt_*/0/{HEARTBEAT_FILE}")
+    earlier = [read_heartbeat(str(file)).step for file in files if file.parents[1] != folder]
+    return max((step for step in earlier if step is not None), default=0)
 
 
 # Plain integers: a step looks them up faster than the members of the enum.
@@ -290,10 +305,11 @@ class HeartbeatWriter:
             self.enter(after)
 
     @contextmanager
-    def follow(self, step: int, total: int | None = None) -> Iterator[None]:
+    def follow(self, step: int, total: int | None = None, *, on_disk: int | None = None) -> Iterator[None]:
         """Context manager for training. Records `step` as the step from which training starts.
 
-        `total`: the step after which training ends, if known.
+        `total`: the step after which training ends, if known. `on_disk`: the step of a checkpoint on disk from which
+        it could have started, if that is another one.
         If a `LossError` names the step in which it occurred, the previous step is recorded as the last completed one.
         """
         self.set_step(step)
@@ -301,6 +317,7 @@ class HeartbeatWriter:
         self._stepped_at = 0
         if not self._memory[_BEGAN]:
             self._memory[_BEGAN] = step + 1
+            self._memory[HeartbeatField.ON_DISK] = (step if on_disk is None else on_disk) + 1
         try:
             yield
         except LossError as error:

@@ -8,6 +8,9 @@
     writer.py        the program of the writer process: memory -> files, renamed to a checkpoint when complete; also
                      removes old checkpoints
     reader.py        files -> verified nested state: whole tensors, or the pieces that a rank holds
+    series.py        Series: the checkpoints in one folder, and the ranks that write them together
+    copies.py        Copies: a series in memory, from which a restart resumes
+    ending.py        the program that saves the newest copy on disk when a job has ended badly
     lock.py          lets only one run at a time write to a folder, as agreed by its ranks
     format.py        the manifest and the headers of tensor files; does not import torch
     weight_files.py  reads weights with numpy, without torch

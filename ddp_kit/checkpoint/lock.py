@@ -21,11 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.checkpoint.writer import try_lock
+from ddp_kit.checkpoint.writer import RUN_LOCK, try_lock
 from ddp_kit.distributed.world import World, gathered_bytes, largest
 from ddp_kit.errors import CheckpointError
 
-NAME = ".lock"
 _OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about to exit
 _SAME_JOB_SECONDS = 30.0  # how long to wait for this job's previous attempt: NFS is slow to notice that a host is gone
 _POLL_SECONDS = 0.1
@@ -53,7 +52,7 @@ class FolderLock:
         """
         with suppress(OSError):  # the file system has no locks
             self._descriptor = os.open(
-                self._folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
+                self._folder / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
             )
         if self._descriptor is None:
             return
@@ -123,7 +122,7 @@ class FolderLock:
     def _read_holder(self) -> dict[str, Any]:
         """The content of the lock file, which describes the current or last holder; empty if it cannot be read."""
         with suppress(OSError, ValueError, RecursionError):
-            descriptor = os.open(self._folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(self._folder / RUN_LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 holder = json.loads(os.read(descriptor, _LONGEST))
             finally:

@@ -5,7 +5,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_kit.checkpoint.format import StoredCheckpoint, checkpoints, name_of, path_of
+from ddp_kit.checkpoint.copies import Copies, open_copies
+from ddp_kit.checkpoint.ending import Target
+from ddp_kit.checkpoint.format import name_of, path_of
 from ddp_kit.checkpoint.lock import FolderLock, FolderUse, raised_on_all_ranks
 from ddp_kit.checkpoint.packing import pack
-from ddp_kit.checkpoint.reader import load, load_once, other_format_error
+from ddp_kit.checkpoint.reader import load, load_once
 from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.series import Series, ranks_with_same_folder
 from ddp_kit.checkpoint.state import (
     VERSIONS,
     BestPart,
@@ -29,14 +31,16 @@ from ddp_kit.checkpoint.state import (
     explained_load_errors,
     mismatch_error,
 )
-from ddp_kit.checkpoint.writer import set_aside, wait_for_writers
+from ddp_kit.checkpoint.writer import set_aside
 from ddp_kit.config.settings import TrainerConfig, absolute
-from ddp_kit.distributed.world import World, broadcast_bytes, gathered, gathered_bytes, largest
+from ddp_kit.distributed.world import World, broadcast_bytes, gathered_bytes, largest
 from ddp_kit.env import is_restarted, job_id
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, FaultyRankError
+from ddp_kit.heartbeat import highest_earlier_step
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.state_values import Piece
+from ddp_kit.texts import plural
 from ddp_kit.torch_internals import pytree
 
 
@@ -55,12 +59,8 @@ def copy_waiter(saver: Saver) -> Callable[..., None]:
 # --- Saving and resuming ----------------------------------------------------------------------------------------------
 
 
-_COMPARED = 32  # nodes with separate folders compare this many of their newest checkpoints, to find a common one
-
-_NOT_LISTED = -2  # in place of steps: another rank lists this rank's folder
 _WRITER_SECONDS = 30.0  # how long to wait for a save of the previous run, whose writer process may outlive it
 _CONFIG = "trainer-config.yaml"
-_MARK = ".mark-"  # the name prefix of a file that shows whether two nodes see the same folder
 
 Lineage = dict[str, str | None]
 """A description of the run that a series of checkpoints belongs to; see `_lineage`."""
@@ -123,11 +123,14 @@ class Checkpoints:
         self._loop_state = loop_state
         self._check_state = check_state
         self._config = config.checkpoint
-        self._folder = None if self._config.dir is None else absolute(self._config.dir)
-        self._saver: Saver | None = None
+        self._disk: Series | None = None  # the checkpoints in `config.checkpoint.dir`
+        self.copies: Copies | None = None
+        """The copies of the state in memory."""
         self._saved_step = -1
         self.continues = False
         """Whether the run has resumed from the newest checkpoint in its folder, and so continues the run in it."""
+        self.step_on_disk: int | None = None
+        """The step of the newest checkpoint on disk, if the run has resumed from a copy in memory."""
         self._lineage = LineagePart()
         self._random = random
         self._best = best
@@ -143,30 +146,36 @@ class Checkpoints:
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
         self._memory_reserved = self._checked_storable = False  # whether memory was reserved, and the state was checked
-        self._writers: list[int] = []  # the ranks with the same checkpoint folder, this rank included
-        self._run = ""  # a text that no other Trainer has; equal on all ranks
-        self._saves = 0  # started by this run; equal on all ranks
         lock: FolderLock | None = None
-        if self._folder is not None:
-            self._writers = self._ranks_with_same_folder(self._folder)
-            if strategy.shards and len(self._writers) < world.world_size:
+        folder = None if self._config.dir is None else absolute(self._config.dir)
+        if folder is not None:
+            run = broadcast_bytes(uuid.uuid4().hex.encode(), world).decode()
+            writers = ranks_with_same_folder(folder, run, world)
+            if strategy.shards and len(writers) < world.world_size:
                 raise CheckpointError(
-                    f"checkpoint.dir = {str(self._folder)!r} is not the same folder on all nodes, but each rank writes "
-                    "its own shards of a checkpoint",
+                    f"checkpoint.dir = {str(folder)!r} is not the same folder on all nodes, but each rank writes its "
+                    "own shards of a checkpoint",
                     "use a folder on a file system that all nodes share",
                 )
-            writer = self._writers.index(world.rank)
-            self._saver = Saver(
-                self._folder,
+            saver = Saver(
+                folder,
                 keep_last=self._config.keep_last,
                 background=self._config.save != "blocking",
-                writer=writer,
-                writers=len(self._writers),
+                writer=writers.index(world.rank),
+                writers=len(writers),
             )
-            lock = FolderLock(self._folder, job_id()) if writer == 0 else None
+            self._disk = Series(world, folder, writers, run, saver)
+            target = Target(
+                str(folder),
+                self._config.keep_last,
+                auto=self._config.resume == "auto",
+                alone=not self._disk.is_shared or world.world_size == world.local_world_size,
+            )
+            self.copies = open_copies(world, self._config.memory_seconds, target, run, shards=strategy.shards)
+            lock = FolderLock(folder, job_id()) if self._disk.is_first else None
             if self._config.save == "overlapped":
-                optimizer.register_step_pre_hook(copy_waiter(self._saver))
-        self._folder_use = FolderUse(world, self._folder, lock)
+                optimizer.register_step_pre_hook(copy_waiter(saver))
+        self._folder_use = FolderUse(world, folder, lock)
 
     # --- Saving: a method for each occasion ---------------------------------------------------------------------------
 
@@ -184,9 +193,9 @@ class Checkpoints:
     @property
     def newest(self) -> Path | None:
         """The last checkpoint in the run's folder that this run has saved or loaded; None if it is not on disk."""
-        if self._folder is None:
+        if self._disk is None:
             return None
-        path = self._folder / name_of(max(0, self._saved_step))
+        path = self._disk.folder / name_of(max(0, self._saved_step))
         return path if path.is_dir() else None
 
     @property
@@ -198,15 +207,26 @@ class Checkpoints:
         """Save if a save is due after this step. Raises the error of an earlier background save that failed."""
         if self.is_due:
             self._save()
-        elif self._saver is not None:
+        elif self._disk is not None:
             if not self._memory_reserved:
                 self._memory_reserved = True  # only after the first step, which allocates the optimizer state
-                self._saver.reserve(self._size())
-            self._note_save_end(self._saver.check())
-        if not self._checked_storable and self._folder is not None:
+                self._disk.saver.reserve(self._size())
+                if self.copies is not None:
+                    self.copies.reserve(self._size(), shards=self._strategy.shards)
+            self._note_save_end(self._disk.saver.check())
+        if self.copies is not None:
+            self.copies.after_step()
+        if not self._checked_storable and self._disk is not None:
             self._checked_storable = True  # check now that the state can be stored, not at the first save hours later
             own = self._rank_states()
             pack(self._state(self._parts.values(), {name: [state] for name, state in own.items()}))
+
+    def copy(self) -> None:
+        """Copy the state to memory, unless this step has been saved."""
+        if self.copies is not None and not self.is_saved:
+            self._check_state(self._progress.step)
+            self.restore_random()
+            self.copies.save(self._progress.step, self._begin_save, self._is_replicated)
 
     def after_interval(self) -> None:
         """Save because `every_seconds` have passed, unless this step has been saved."""
@@ -215,19 +235,19 @@ class Checkpoints:
 
     def after_evaluation(self, metrics: dict[str, float]) -> None:
         """Save after the best evaluation so far; in a loop, at the end of the step. `metrics`: equal on all ranks."""
-        if self._best.improved(metrics) and self._folder is not None:
+        if self._best.improved(metrics) and self._disk is not None:
             self.save_requested = True
         if self._may_do_request:
             self._save()
 
     def after_repeated_evaluation(self) -> None:
         """Save this step again: its checkpoint was written when a stop had interrupted the evaluation."""
-        if self._folder is not None:
+        if self._disk is not None:
             self._save()
 
     def on_request(self) -> None:
         """Save because the user calls `trainer.save()`: now, or in a callback or evaluation, at the end of the step."""
-        if self._loop_state.is_in_callback and self._folder is not None:
+        if self._loop_state.is_in_callback and self._disk is not None:
             self.save_requested = True
         else:
             self._save()
@@ -237,13 +257,15 @@ class Checkpoints:
 
         Further steps and saves may follow. If the save failed on any rank, raises `CheckpointError` on all ranks.
         """
-        if self._folder is not None and (self._may_do_request or not self.is_saved):
+        if self._disk is not None and (self._may_do_request or not self.is_saved):
             self._save(wait=True)
-        elif self._save_pending and self._saver is not None:
+        elif self._save_pending and self._disk is not None:
             with raised_on_all_ranks(self._world):
-                self._saver.wait()
+                self._disk.saver.wait()
             self._save_pending = False
         self.wait_for_saves()
+        if self.copies is not None:
+            self.copies.remove()  # the final state is on disk
 
     def at_stop(self) -> None:
         """Save the final state as `at_end` does, and unlock the folder. No step may follow, even inside a loop."""
@@ -252,26 +274,34 @@ class Checkpoints:
 
     def wait_for_copy(self) -> None:
         """Wait until the state of the last save is copied, because it is about to change outside of a step."""
-        if self._saver is not None:
-            self._saver.wait_for_copy()
+        if self._disk is not None:
+            self._disk.saver.wait_for_copy()
 
     def wait_for_saves(self) -> None:
         """Wait until this rank's saves are on disk, and release the writer process and its memory. Not a collective."""
-        if self._saver is not None:
-            self._saver.wait()
-            self._saver.release()
+        if self._disk is not None:
+            self._disk.saver.wait()
+            self._disk.saver.release()
+            if self.copies is not None:
+                self.copies.release()
             self._memory_reserved = False
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Context manager for a loop of steps: locks the folder. The loop must call `after_step` after each step."""
         with self._folder_use.exclusive():
-            if self._folder is not None and self._writers[0] == self._world.rank:
+            if self._disk is not None and self._disk.is_first:
+                path = self._disk.folder / _CONFIG
                 try:
-                    self._trainer_config.save(self._folder / _CONFIG)  # for information only: it is not read on resume
+                    self._trainer_config.save(path)  # for information only: it is not read on resume
                 except OSError as error:
-                    logger.warning("the configuration could not be written to {}: {}", self._folder / _CONFIG, error)
-            yield
+                    logger.warning("the configuration could not be written to {}: {}", path, error)
+            try:
+                yield
+            except FaultyRankError:
+                if self.copies is not None:
+                    self.copies.remove()  # they may already have its wrong numbers
+                raise
 
     @property
     def _may_do_request(self) -> bool:
@@ -284,35 +314,27 @@ class Checkpoints:
         In a loop, the checkpoint is written in the background, unless `wait` is set. Outside of one, this waits until
         it is on disk on all ranks, because the script may end or read it next; all ranks raise the error of any rank.
         """
-        if self._folder is None or self._saver is None:
+        disk = self._disk
+        if disk is None:
             raise CheckpointError("checkpoint.dir is not set", 'set checkpoint={"dir": "run"} in the TrainerConfig')
         wait = wait or self._loop_state.may_save
         step = self._progress.step
-        is_first = self._world.rank == self._writers[0]
         with self._folder_use.exclusive():
             self.saved_at = time.monotonic()
             self.save_requested = False
             self._check_state(step)
             self.restore_random()
-            self._note_save_end(self._saver.check(wait=True))  # on all ranks, before any rank starts the next save
+            self._note_save_end(disk.saver.check(wait=True))  # on all ranks, before any rank starts the next save
             began = time.monotonic()
-            self._saves += 1
-            token = f"{self._run[:8]}{self._saves:x}"  # not from another rank, so that no rank has to send it
-            if is_first:
-                self._saver.begin(step, token)
-            # Also a barrier: after it, the first writer's folder for the unfinished checkpoint exists.
-            # With separate folders, each gets a whole checkpoint.
-            writer = self._writers[0] if self._shares_folder else None
-            rank_states = exchanged(self._rank_states(), self._parts, self._world, writer)
+            token, state = self._begin_save(disk)
             self._save_pending = True
-            parts = [part for part in self._parts.values() if is_first or part.packed_by_all_ranks]
             with raised_on_all_ranks(self._world) if wait else nullcontext():
-                if is_first:
+                if disk.is_first:
                     self._folder_use.note_save()
-                    self._set_aside(self._folder)
-                self._saver.save(
+                    self._set_aside(disk.folder)
+                disk.saver.save(
                     step,
-                    self._state(parts, rank_states),
+                    state(),
                     best=self._best.is_best,
                     token=token,
                     replicated=self._is_replicated,
@@ -321,9 +343,23 @@ class Checkpoints:
                 self._saved_step = step
                 self._set_aside_after = None
                 self._save_began = began
+                if self.copies is not None:
+                    self.copies.note_save()
                 if wait:
-                    self._saver.wait()
+                    disk.saver.wait()
             self._save_pending = not wait
+
+    def _begin_save(self, series: Series) -> tuple[str, Callable[[], dict[str, Any]]]:
+        """Begin a checkpoint on all ranks. Returns the arguments of `Saver.save`: the token, and this rank's state.
+
+        The state is returned as a function, whose errors are those of the save.
+        """
+        token = series.begin(self._progress.step)
+        # Also a barrier: after it, the first writer's folder for the unfinished checkpoint exists.
+        # With separate folders, each gets a whole checkpoint.
+        rank_states = exchanged(self._rank_states(), self._parts, self._world, series.first_rank)
+        parts = [part for part in self._parts.values() if series.is_first or part.packed_by_all_ranks]
+        return token, lambda: self._state(parts, rank_states)
 
     def _rank_states(self) -> dict[str, Any]:
         """The `rank_state` of every part on this rank, by the part's name."""
@@ -372,44 +408,17 @@ class Checkpoints:
             state[part.name] = part.state_dict(rank_states[part.name])
         return state
 
-    def _ranks_with_same_folder(self, folder: Path) -> list[int]:
-        """The ranks, including this one, that use the same checkpoint folder as this rank.
-
-        A rank that sees rank 0's folder shares it with all other ranks that see it. Any other rank shares a folder with
-        the ranks of its node.
-        """
-        world = self._world
-        self._run = broadcast_bytes(uuid.uuid4().hex.encode(), world).decode()
-        mark = folder / f"{_MARK}{self._run}"
-        if world.rank == 0:
-            for old in folder.glob(f"{_MARK}*"):  # left by a run that was killed at this point
-                old.unlink(missing_ok=True)
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                mark.touch()
-            except OSError as error:
-                raise CheckpointError(
-                    f"checkpoint.dir = {str(folder)!r} cannot be written to: {error.strerror or error}",
-                    "choose a folder that this process may write to",
-                ) from None
-        gathered(world, [0])  # a barrier: the mark exists
-        first = 0 if mark.exists() else world.rank - world.local_rank
-        firsts = [row[0] for row in gathered(world, [first])]  # also a barrier: all ranks have checked
-        if world.rank == 0:
-            mark.unlink(missing_ok=True)
-        return [rank for rank, other in enumerate(firsts) if other == first]
-
     # --- Resuming -----------------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
         """Resume from the checkpoint that `checkpoint.resume` selects, if any."""
         with self._folder_use.exclusive(resuming=True):
-            folder = self._folder
             wanted = self._config.resume
             path = None if wanted in (None, "auto") else absolute(str(wanted))
             # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
             lineage = None if wanted == "auto" else _lineage(path)
-            if folder is not None and (wanted == "auto" or is_restarted()) and self._load_newest(folder, lineage):
+            disk = self._disk
+            if disk is not None and (wanted == "auto" or is_restarted()) and self._load_newest(disk, lineage):
                 return
             if path is not None:
                 self.load(path)
@@ -419,19 +428,21 @@ class Checkpoints:
     def load(self, path: Path) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
         with self._folder_use.exclusive(resuming=True):
-            self._load_parts(path, self._state_at(path))
-            folder = self._folder
-            inside = folder is not None and path.resolve().parent == folder.resolve()
+            self._load_parts(path, self._state_at(path, self._disk))
+            inside = self._disk is not None and path.resolve().parent == self._disk.folder.resolve()
             self._begin_lineage(path, set_aside_after=self._progress.step if inside else -1)
 
-    def _state_at(self, path: Path) -> dict[str, Any]:
+    def _state_at(self, path: Path, series: Series | None) -> dict[str, Any]:
         """Read this rank's part of the state of a checkpoint. Raises `CheckpointError`. A collective.
+
+        `series`: where the run saves its own checkpoints.
 
         Ranks of several nodes that need the same tensors get them from rank 0: thousands would else read the same files
         from one file system. The ranks of one node read for themselves, because the files are then in its memory.
         """
         world = self._world
-        if self._shares_folder and world.world_size > world.local_world_size and not self._strategy.shards:
+        is_shared = series is not None and series.is_shared
+        if is_shared and world.world_size > world.local_world_size and not self._strategy.shards:
             return load_once(path, world, self._device_of)
         position = world.rank, world.world_size
         return load(path, device=self._device_of, wanted=self._piece_of, position=position)
@@ -449,9 +460,14 @@ class Checkpoints:
         self._lineage.lineage = _lineage(path)
         self._set_aside_after = set_aside_after
         self.continues = False
+        if self.copies is not None:
+            self.copies.remove()
 
-    def _load_parts(self, path: Path, state: dict[str, Any]) -> None:
-        """Load all parts, after checking that each matches this run. A collective, because some parts communicate."""
+    def _load_parts(self, path: Path, state: dict[str, Any], *, in_memory: bool = False) -> None:
+        """Load all parts, after checking that each matches this run. A collective, because some parts communicate.
+
+        `in_memory`: whether `path` is a copy in memory; the step is then not saved on disk.
+        """
         self.wait_for_copy()
         parts = [*self._parts.values()]
         with explained_load_errors(path):
@@ -465,14 +481,21 @@ class Checkpoints:
                     part.load_state_dict(saved[part.name], path)
             else:
                 part.load_nothing()
-        self._saved_step = self._progress.step
-        logger.info("resumed from {} after step {}", path, self._progress.step)
+        step = self._progress.step
+        self._saved_step = -1 if in_memory else step
+        place = "the copy in memory" if in_memory else path
+        repeated = highest_earlier_step() - step
+        if is_restarted() and repeated > 0:
+            verb = "is" if repeated == 1 else "are"
+            logger.info("resumed from {} after step {}; {} {} repeated", place, step, plural(repeated, "step"), verb)
+        else:
+            logger.info("resumed from {} after step {}", place, step)
 
     def restore_random(self) -> bool:
         """Restore the checkpoint's random states, if any. Returns whether this run has resumed from a step."""
         return self._random.restore()
 
-    def _load_newest(self, folder: Path, lineage: Lineage | None = None) -> bool:
+    def _load_newest(self, disk: Series, lineage: Lineage | None = None) -> bool:
         """Resume from the newest checkpoint that is complete on every node. Returns False if there is none.
 
         `lineage`: the lineage that the checkpoint must have; None: any lineage.
@@ -480,75 +503,52 @@ class Checkpoints:
         not damage, and starting from step 0 would set them all aside. Also if all checkpoints are damaged, unless this
         job began without them: starting from step 0 would silently repeat the run.
         """
-        saved: tuple[StoredCheckpoint, ...] = ()
-        is_first = self._world.rank == self._writers[0]
-        with raised_on_all_ranks(self._world):
-            if is_first:  # one rank per folder, because the files of a checkpoint grow with the number of ranks
-                wait_for_writers(folder, _WRITER_SECONDS)
-                saved = checkpoints(folder)
-            for checkpoint in takewhile(lambda checkpoint: not checkpoint.whole, saved):
-                if checkpoint.has_other_format:
-                    raise other_format_error(checkpoint)
-                logger.warning("checkpoint skipped: {}", checkpoint)
-        whole = [checkpoint.step for checkpoint in saved if checkpoint.whole]  # newest first
-        common = self._common_steps(folder, whole[:_COMPARED] if is_first else None)
-        if not common:
+        start_from_0 = "the warnings above say why; to start from step 0 instead, set checkpoint.resume=None"
+        copied = self.copies.steps() if self.copies is not None and is_restarted() else []
+        saved = disk.listed(0.0 if copied else _WRITER_SECONDS)
+        common = disk.common_steps(saved)
+        if common.difference:
+            raise CheckpointError(
+                f"no checkpoint in {disk.folder} is complete on every node; steps of complete checkpoints: "
+                f"{common.difference}",
+                "set checkpoint.dir to a folder that all nodes share, or checkpoint.resume=None to start from step 0",
+            )
+        if not common.steps and not copied:
             with raised_on_all_ranks(self._world):
                 if saved and (lineage is None or self._folder_use.job_wrote):
                     raise CheckpointError(
-                        f"none of the checkpoints in {folder} can be read; the newest is {saved[0]}",
-                        "the warnings above say why; to start from step 0 instead, set checkpoint.resume=None",
+                        f"none of the checkpoints in {disk.folder} can be read; the newest is {saved[0]}", start_from_0
                     )
-        for step in common:
-            path = path_of(folder, step)
-            state = self._read(path)
-            if state is not None:
-                if lineage is not None and state.get("lineage") != lineage:
-                    return False
-                self._load_parts(path, state)
-                self.continues = True
-                return True
-        if common:
+        places = [(step, disk) for step in common.steps]
+        if self.copies is not None:
+            places += [(step, self.copies.series) for step in copied]
+        is_from_another = False  # whether the newest checkpoint on disk is
+        for step, series in sorted(places, key=lambda place: -place[0]):
+            path = path_of(series.folder, step)
+            state = None if series is disk and is_from_another else self._read(path, series)
+            if state is None:
+                continue
+            if lineage is not None and state.get("lineage") != lineage:
+                is_from_another = is_from_another or series is disk
+                continue
+            self.step_on_disk = None if series is disk else max(common.steps, default=0)
+            self._load_parts(path, state, in_memory=series is not disk)
+            self.continues = True
+            return True
+        if common.steps and not is_from_another:
             raise CheckpointError(
-                f"none of the complete checkpoints in {folder} can be loaded (steps {', '.join(map(str, common))})",
-                "the warnings above say why; to start from step 0 instead, set checkpoint.resume=None",
+                f"none of the complete checkpoints in {disk.folder} can be loaded "
+                f"(steps {', '.join(map(str, common.steps))})",
+                start_from_0,
             )
         return False
 
-    @property
-    def _shares_folder(self) -> bool:
-        """Whether all ranks use the same checkpoint folder."""
-        return len(self._writers) == self._world.world_size
-
-    def _common_steps(self, folder: Path, steps: list[int] | None) -> list[int]:
-        """The steps whose checkpoints are in the folders of all nodes, newest first.
-
-        `steps`: the steps in this rank's folder; None if another rank has listed it. Raises `CheckpointError` if there
-        are checkpoints, but none in all folders.
-        """
-        own = [_NOT_LISTED] if steps is None else steps
-        rows = gathered(self._world, own + [-1] * (_COMPARED - len(own)))
-        steps_of_ranks = {
-            rank: [step for step in row if step >= 0] for rank, row in enumerate(rows) if row[0] != _NOT_LISTED
-        }
-        common = set.intersection(*map(set, steps_of_ranks.values()))
-        if not common and any(steps_of_ranks.values()):
-            seen = [
-                f"rank {rank} sees {', '.join(map(str, steps)) or 'none'}" for rank, steps in steps_of_ranks.items()
-            ]
-            raise CheckpointError(
-                f"no checkpoint in {folder} is complete on every node; steps of complete checkpoints: "
-                f"{'; '.join(seen)}",
-                "set checkpoint.dir to a folder that all nodes share, or checkpoint.resume=None to start from step 0",
-            )
-        return sorted(common, reverse=True)
-
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Path, series: Series) -> dict[str, Any] | None:
         """Read the state of a checkpoint; log a warning and return None if it is damaged on any rank. A collective."""
         state = None
         problem = ""
         try:
-            state = self._state_at(path)
+            state = self._state_at(path, series)
         except CheckpointError as error:
             problem = "" if error.reported_elsewhere else error.message
         if largest(self._world, [len(problem)]) == [0]:

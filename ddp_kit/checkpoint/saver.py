@@ -392,6 +392,7 @@ class Saver:
 
     `keep_last`: the number of complete checkpoints to keep, including the new one; the best one is kept in addition.
     `background`: whether to write in a separate process; if False, `save` returns when the checkpoint is on disk.
+    `makes_room`: whether to remove other checkpoints before one is written, which is then one more than `keep_last`.
     `writer`, `writers`: the index of this Saver, and the number of Savers that write each checkpoint together, one per
     process.
     The first call of `save` or `reserve` allocates as much host memory as this Saver writes per checkpoint; `release`
@@ -400,10 +401,18 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path | str, *, keep_last: int, background: bool = True, writer: int = 0, writers: int = 1
+        self,
+        folder: Path | str,
+        *,
+        keep_last: int,
+        makes_room: bool = False,
+        background: bool = True,
+        writer: int = 0,
+        writers: int = 1,
     ) -> None:
         self._folder = Path(folder).absolute()
         self._keep_last = keep_last
+        self._makes_room = makes_room
         self._number = writer
         self._writers = writers
         try:
@@ -484,7 +493,8 @@ class Saver:
         begin_copy((target, stored.tensor) for target, stored in now)()
         task = WriteTask(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
-            token, self._number, division.writers, division.bytes + len(text), division.tensors, overlap,
+            token, self._number, division.writers, division.bytes + len(text), division.tensors,
+            self._makes_room, overlap,
         )  # fmt: skip
         if overlap:
             self._copying = _Copying(later, task)
@@ -520,7 +530,7 @@ class Saver:
         `wait`: whether to wait until the save is finished.
         """
         try:
-            return self._finished(wait=wait)
+            return self.finished(wait=wait)
         except CheckpointError as error:
             if not error.transient:
                 raise
@@ -534,7 +544,7 @@ class Saver:
         self._error = None
         if error is not None:
             raise error
-        self._finished(wait=True)
+        self.finished(wait=True)
 
     def close(self) -> None:
         """Wait until the last save is finished, then release all resources. Raises the error of a failed save."""
@@ -567,7 +577,8 @@ class Saver:
     ) -> None:
         self.close()
 
-    def _finished(self, *, wait: bool) -> bool:
+    def finished(self, *, wait: bool) -> bool:
+        """Whether no save is in progress. `wait`: whether to wait until then. Raises the error of a failed save."""
         if wait:
             self.wait_for_copy()
         if self._writer is None:

@@ -142,6 +142,8 @@ class WriteTask:
     """The total bytes that all writers write; 0 means that `size` is the total."""
     tensors: str = ""
     """A hash of the names, dtypes and shapes of the tensors that are divided among the writers."""
+    makes_room: bool = False
+    """Whether to remove other checkpoints before this one is written, which is then one more than `keep_last`."""
     overlapped: bool = False
     """Whether each rank starts its writer in its next step; a rank on another host may still wait for its batch."""
 
@@ -432,6 +434,8 @@ def write(
                 with suppress(FileExistsError):  # several writers: the training process has created it
                     system.mkdir(unfinished)
                 _clear_leftovers(folder, unfinished, alone, system)
+                if task.makes_room:
+                    _prune(task, folder, system)
                 if task.size > system.free(folder):
                     raise _full(task, folder, system)
                 records = _write_files(task, memory, unfinished, system)
@@ -450,7 +454,8 @@ def write(
                     system.remove(unfinished)
                 raise
             fsync_folder(folder, system)
-            _prune(task, folder, system)
+            if not task.makes_room:
+                _prune(task, folder, system)
 
 
 def make_folder(folder: Path, system: System | None = None) -> None:
@@ -566,13 +571,27 @@ def _alone(folder: Path) -> Iterator[bool | None]:
         yield alone
 
 
+RUN_LOCK = ".lock"
+"""The file in the folder of all checkpoints that a run locks; see lock.py."""
+
+
 def wait_for_writers(folder: Path, seconds: float) -> None:
     """Wait, for at most `seconds`, until no process is writing a checkpoint into `folder`."""
-    deadline = time.monotonic() + seconds
     with suppress(OSError), open_file(folder / LOCK) as file:  # without the file, nobody has written there
-        # Without locks, other processes cannot be detected.
-        while try_lock(file, fcntl.LOCK_SH) is False and time.monotonic() <= deadline:
-            time.sleep(_POLL_SECONDS)
+        lock_within(file, seconds, fcntl.LOCK_SH)
+
+
+def lock_within(file: IO[bytes], seconds: float, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock a file; wait for at most `seconds` while another process holds the lock. Returns whether none holds it.
+
+    Without locks, other processes cannot be detected.
+    """
+    deadline = time.monotonic() + seconds
+    while try_lock(file, kind) is False:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def try_lock(file: IO[bytes] | int, kind: int) -> bool | None:

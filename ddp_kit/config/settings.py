@@ -243,6 +243,11 @@ class CheckpointConfig(_Settings):
     dir: Path | None = Field(default=None, description="Folder for checkpoints; None: no checkpoints are saved.")
     every_steps: Count | None = Field(default=None, description="Optimizer steps between saves.")
     every_seconds: PositiveFloat | None = Field(default=None, description="Seconds between saves, measured on rank 0.")
+    memory_seconds: PositiveFloat | None = Field(
+        default=1.0,
+        description="Least number of seconds between copies of the state in memory (/dev/shm), from which a restart by "
+        "`ddpkit launch` resumes. Copies take at most 0.5 % of the time. None: no copies. Only with `dir`.",
+    )
     keep_last: Count = Field(default=2, description="Number of complete checkpoints to keep.")
     best_metric: str | None = Field(
         default=None,

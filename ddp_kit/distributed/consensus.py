@@ -1,6 +1,6 @@
-"""Agreement of all ranks on the step after which to save or stop, without a collective in every step.
+"""Agreement of all ranks on the step after which to save, copy or stop, without a collective in every step.
 
-All ranks must save or stop after the same step, but no rank can choose the step on its own: a signal reaches the ranks
+All ranks must do this after the same step, but no rank can choose the step on its own: a signal reaches the ranks
 at different times, or only one of them, and their clocks differ. A collective in every step would make GPUs wait for
 the host.
 """
@@ -27,12 +27,14 @@ class Purpose(Enum):
     """What a request asks the ranks to do."""
 
     SAVE = "save"
+    KEEP = "keep"
+    """Keep a copy of the state in memory."""
     STOP = "stop"
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """One rank's request to save or stop."""
+    """One rank's request."""
 
     purpose: Purpose
     why: str

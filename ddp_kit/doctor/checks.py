@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
-from ddp_kit.devices import cpus
+from ddp_kit.control_groups import cpu_quota, memory_limit
 from ddp_kit.doctor.machine import Machine, ProbeResult, Version
 from ddp_kit.env import VISIBLE_GPUS
 from ddp_kit.launcher.rendezvous import holder
@@ -77,7 +77,7 @@ _MIN_LOCKED_MEMORY = 8 * 1024**2  # the kernel's default
 def memory(machine: Machine) -> CheckResult:
     """Check how much memory this process may use, given the machine's memory and the cgroup limit."""
     total = _machine_memory(machine)
-    may_use = min(total, cpus.memory_limit(machine.root) or total)
+    may_use = min(total, memory_limit(machine.root) or total)
     found = f"memory: {size_text(total)}"
     if may_use < total:
         found = f"memory: {size_text(may_use)} of the machine's {size_text(total)} (cgroup limit)"
@@ -89,7 +89,7 @@ def memory(machine: Machine) -> CheckResult:
 
 def cpu(machine: Machine) -> CheckResult:
     """Check how many of the machine's CPU cores this process may use, given its CPU affinity and the cgroup quota."""
-    quota = cpus.cpu_quota(machine.root)
+    quota = cpu_quota(machine.root)
     may_use = min(machine.usable_cores, quota or machine.usable_cores)
     found = f"CPU cores: {machine.cores}"
     if quota is not None and may_use == quota < machine.cores:

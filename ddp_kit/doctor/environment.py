@@ -15,7 +15,8 @@ import psutil
 import ddp_kit
 from ddp_kit.arguments import Parser
 from ddp_kit.clusters import engines
-from ddp_kit.devices.cpus import cpu_quota, memory_limit, usable_cpus
+from ddp_kit.control_groups import cpu_quota, memory_limit
+from ddp_kit.devices.cpus import usable_cpus
 from ddp_kit.doctor import machine
 from ddp_kit.env import reported_variables
 from ddp_kit.errors import DdpKitError

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from enum import Enum, auto
 
 from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure, normalised
@@ -31,6 +31,8 @@ class Steps:
     began: int
     """The step at which the round started: 0, or the step of the checkpoint from which it resumed."""
     reached: int
+    on_disk: int
+    """The step of the checkpoint on disk at which it could have started; lower than `began` after a copy in memory."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Restarts:
     """Restart counters of one job, and the decision after each failure.
 
     A round counts as progress if it starts at a later step than the latest round with progress, and gets further than
-    every earlier round. A script that always starts from step 0 therefore never makes progress.
+    every earlier round. A script that always starts from step 0 therefore never makes progress. If only copies in
+    memory let it start later, a round is progress if it was long, or ended by a cause outside of the job: a script that
+    crashes after every copy must not restart for ever.
     """
 
     def __init__(self, max_restarts: int) -> None:
@@ -63,7 +67,9 @@ class Restarts:
         self._max_restarts = max_restarts
         self.count = 0
         """Number of restarts after failures so far."""
-        self._began = self._reached = 0  # first step of the latest round with progress; highest step of any round
+        self._began = self._on_disk = 0  # of the latest round with progress
+        self._reached = 0  # the highest step of any round
+        self._further: Steps | None = None  # the latest round, if it is progress for a cause outside of the job
         self._since = 0  # the step of the latest progress
         self._failures = 0  # failures since the latest progress
         self._losses = 0  # losses of nodes since the latest progress
@@ -74,16 +80,23 @@ class Restarts:
 
     def round_ended(self, steps: Steps | None, seconds: float) -> None:
         """Record that a round ended after `seconds`. `steps`: None if the round's workers recorded no steps."""
+        self._further = None
         if steps is None:
             if seconds >= PROGRESS_SECONDS:
                 self._losses = 0
             return
         if steps.began > self._began and steps.reached > self._reached:
-            self._began = steps.began
-            self._since = steps.reached
-            self._failures = self._losses = self._crashes = 0
-            self._latest = None
+            self._further = steps
+            if steps.on_disk > self._on_disk or seconds >= PROGRESS_SECONDS:
+                self._note_progress(steps)
         self._reached = max(self._reached, steps.reached)
+
+    def _note_progress(self, steps: Steps) -> None:
+        self._began = steps.began
+        self._on_disk = steps.on_disk
+        self._since = steps.reached
+        self._failures = self._losses = self._crashes = 0
+        self._latest = None
 
     def node_lost(self) -> str:
         """Record that a node was lost. Return why the job must end, or an empty string if it continues."""
@@ -100,6 +113,8 @@ class Restarts:
         if first.faulty:
             note = "not restarted: its device would compute wrong numbers again"
             return GiveUp(note if self._max_restarts else "")
+        if self._further is not None and first.from_outside:
+            self._note_progress(self._further)
         self._failures += 1
         times = self._count_alike(first)
         if self._is_repeated(first):
@@ -637,4 +652,4 @@ def combined_steps(steps: Sequence[Steps]) -> Steps | None:
     """Combine the steps of several ranks or nodes. All ranks that train start at the same step."""
     if not steps:
         return None
-    return Steps(max(part.began for part in steps), max(part.reached for part in steps))
+    return Steps(*(max(numbers) for numbers in zip(*map(astuple, steps), strict=True)))

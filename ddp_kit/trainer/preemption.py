@@ -88,7 +88,8 @@ class Requests:
     """This rank's requests to stop or save.
 
     A stop is requested after a signal, after max_seconds, and shortly before the scheduler ends the job. A save is
-    requested every `checkpoint.every_seconds` seconds.
+    requested every `checkpoint.every_seconds` seconds, and a copy of the state in memory about every
+    `checkpoint.memory_seconds` seconds.
     """
 
     def __init__(self, world: World, config: TrainerConfig, checkpoints: Checkpoints) -> None:
@@ -102,7 +103,7 @@ class Requests:
         self._save_every = config.checkpoint.every_seconds
         self._tells_time = world.rank == 0  # only one rank's clock counts
         self.saves = True
-        """Whether to also request saves. False during an evaluation: a granted save would block later stop requests."""
+        """Whether to also request saves and copies. False during an evaluation: one would block later stop requests."""
         self._checkpoints = weakref.ref(checkpoints)  # the polling thread must not keep them alive
 
     def latest(self) -> StepRequest | None:
@@ -120,10 +121,12 @@ class Requests:
             save_seconds = 0.0 if checkpoints is None else checkpoints.save_seconds or 0.0
             if time.time() >= self._end_time - max(self._reserve, _SAVES_IN_RESERVE * save_seconds):
                 return StepRequest(Purpose.STOP, "the approaching end of the job")
-        if not self.saves or self._save_every is None or checkpoints is None:
+        if not self.saves or checkpoints is None:
             return None
-        if now - checkpoints.saved_at >= self._save_every:
+        if self._save_every is not None and now - checkpoints.saved_at >= self._save_every:
             return StepRequest(Purpose.SAVE, "every_seconds")
+        if checkpoints.copies is not None and checkpoints.copies.is_due(now):
+            return StepRequest(Purpose.KEEP, "memory_seconds")
         return None
 
 
@@ -200,6 +203,9 @@ class Preemption:
             return
         if request.purpose is Purpose.SAVE:
             self._checkpoints.after_interval()
+            return
+        if request.purpose is Purpose.KEEP:
+            self._checkpoints.copy()
             return
         try:
             self._checkpoints.at_stop()

@@ -522,7 +522,7 @@ class Trainer:
         run = self._run
         heartbeat = run.heartbeat
         with (
-            heartbeat.follow(self.step, self.total_steps),
+            heartbeat.follow(self.step, self.total_steps, on_disk=run.checkpoints.step_on_disk),
             heartbeat.during(Phase.DATA),
             run.profiler,
             self._garbage.deferred(),

@@ -9,7 +9,7 @@ from pathlib import Path
 DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 GROUND = [
     *("errors", "texts", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments", "terminal"),
-    *("config", "checkpoint.format", "checkpoint.weight_files"),
+    *("control_groups", "memory_folder", "config", "checkpoint.format", "checkpoint.weight_files"),
 ]
 WORKER = [
     row.split()

@@ -14,6 +14,7 @@ from ddp_kit import CheckpointError
 from ddp_kit.checkpoint import lock as lock_module
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.lock import FolderLock
+from ddp_kit.checkpoint.writer import RUN_LOCK
 from tests.support.launching import PROGRAMS, started
 from tests.support.toys import input_data, linear_layer, mean_square, trainer_for
 
@@ -98,7 +99,7 @@ def test_lock_on_a_file_system_without_locks_is_skipped(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 4000])
 def test_lock_file_with_any_content_is_accepted(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / lock_module.NAME).write_bytes(content)
+    (tmp_path / RUN_LOCK).write_bytes(content)
     lock = FolderLock(tmp_path, "")
     lock.acquire(resuming=False)
     lock.note_save()

@@ -375,8 +375,8 @@ def test_job_counts_new_steps_of_any_node_as_progress() -> None:
     whys = []
     for round_, (began, reached) in enumerate([(0, 8), (5, 12), (10, 14)]):
         not_begun = failure_of(2, message=str(round_))
-        machine.reported(report(1, State.FAILED, not_begun, round=round_, steps=Steps(0, 0)), 1.0)
-        stopped = report(0, State.STOPPED, round=round_, steps=Steps(began, reached))
+        machine.reported(report(1, State.FAILED, not_begun, round=round_, steps=Steps(0, 0, 0)), 1.0)
+        stopped = report(0, State.STOPPED, round=round_, steps=Steps(began, reached, began))
         whys.append(the_start(machine.reported(stopped, 1.0)).why.rpartition("; ")[2])
     assert whys == ["restart 1 of 1", "restart 2 (1 of 1 since step 12)", "restart 3 (1 of 1 since step 14)"]
 
@@ -557,7 +557,7 @@ def test_job_with_any_events_has_whole_rounds_and_ends_once(
                 obey(machine.reported(report(number, State.DONE, round=latest), now))
             elif kind == "failed":
                 message, noted = failures.pop() if failures else ("no", None)
-                steps = None if noted is None else Steps(noted[0], sum(noted))
+                steps = None if noted is None else Steps(noted[0], sum(noted), noted[0])
                 if steps is not None:
                     kept.add(steps.began)
                 one = failure_of(message=message, step=None if steps is None else steps.reached)

@@ -26,7 +26,7 @@ def failure_of_rank_1(message: str = "", **changes: object) -> Failure:
 
 def failed_round(restarts: Restarts, began: int, reached: int, **changes: object) -> Restart | GiveUp:
     """A round of a Trainer: killed unless it is said otherwise."""
-    restarts.round_ended(Steps(began, reached), 1.0)
+    restarts.round_ended(Steps(began, reached, began), 1.0)
     return restarts.round_failed(failure_of_rank_1(**{"exit_code": KILL, "step": reached, **changes}))  # type: ignore[arg-type]
 
 
@@ -144,7 +144,7 @@ def test_restarts_after_progress_or_a_kill_from_outside_resets_the_wait() -> Non
     assert waits(restarts, 3) == [0, 1, 2]
     assert failed_round(restarts, 0, 1) == Restart("restart 4 of 100", 0)
     assert waits(restarts, 2) == [0, 1]
-    restarts.round_ended(Steps(1, 2), 1.0)
+    restarts.round_ended(Steps(1, 2, 1), 1.0)
     assert waits(restarts, 2) == [0, 1]
 
 
@@ -155,10 +155,36 @@ def test_lost_nodes_are_counted_separately_from_failures() -> None:
     assert restarts.node_lost() == "nodes were lost 101 times in a row without progress"
 
 
-@pytest.mark.parametrize(("steps", "seconds"), [(Steps(5, 9), 1.0), (None, PROGRESS_SECONDS)])
+@pytest.mark.parametrize(("steps", "seconds"), [(Steps(5, 9, 5), 1.0), (None, PROGRESS_SECONDS)])
 def test_lost_nodes_are_counted_from_zero_after_progress(steps: Steps | None, seconds: float) -> None:
     restarts = Restarts(0)
     for _ in range(LOST_NODES):
         restarts.node_lost()
     restarts.round_ended(steps, seconds)
     assert restarts.node_lost() == ""
+
+
+def rounds_from_copies(
+    restarts: Restarts, rounds: int, seconds: float = 1.0, **changes: object
+) -> list[Restart | GiveUp]:
+    """Rounds that each start 10 steps later than the one before, from copies in memory; on disk there is nothing."""
+    follows = []
+    for number in range(rounds):
+        restarts.round_ended(Steps(10 * number, 10 * number + 15, 0), seconds)
+        follows.append(restarts.round_failed(failure_of_rank_1(**{"step": 10 * number + 15, **changes})))
+    return follows
+
+
+def test_crash_after_each_copy_in_memory_uses_up_the_restarts() -> None:
+    follows = rounds_from_copies(Restarts(3), 4, message="it crashes")
+    assert [isinstance(each, Restart) for each in follows] == [True, True, True, False]
+
+
+def test_kill_from_outside_after_a_copy_in_memory_does_not_use_up_the_restarts() -> None:
+    follows = rounds_from_copies(Restarts(1), 50, exit_code=KILL)
+    assert all(isinstance(each, Restart) for each in follows)
+
+
+def test_long_round_from_a_copy_in_memory_is_progress() -> None:
+    follows = rounds_from_copies(Restarts(1), 50, PROGRESS_SECONDS, message="it crashes")
+    assert all(isinstance(each, Restart) for each in follows)

@@ -79,9 +79,9 @@ def test_message_is_equal_after_the_conversion_to_json_and_back(kind: type[Any],
 
 
 def test_report_has_the_names_of_its_fields() -> None:
-    report = json.loads(to_json(Report(1, 0, State.FAILED, steps=Steps(3, 9))))
+    report = json.loads(to_json(Report(1, 0, State.FAILED, steps=Steps(3, 9, 3))))
     assert report["state"] == "FAILED"
-    assert report["steps"] == {"began": 3, "reached": 9}
+    assert report["steps"] == {"began": 3, "reached": 9, "on_disk": 3}
     assert report["failures"] == []
 
 

@@ -15,7 +15,7 @@ class DiesWriting(Callback):
     """At the fifth step; from the fourth on, nothing is written."""
 
     def on_step(self, trainer: Any) -> None:
-        saver = trainer._run.checkpoints._saver
+        saver = trainer._run.checkpoints._disk.saver
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and trainer.step == 4:
             saver.wait()
             os.kill(saver._writer.pid, signal.SIGSTOP)

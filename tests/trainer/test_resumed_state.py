@@ -31,9 +31,9 @@ from ddp_kit import (
     TrainerConfig,
 )
 from ddp_kit.checkpoint.format import checkpoints, left_branches, name_of
-from ddp_kit.checkpoint.lock import NAME
 from ddp_kit.checkpoint.state import CallbacksPart, as_text, load_callbacks
 from ddp_kit.checkpoint.writer import LOCK, System
+from ddp_kit.checkpoint.writer import RUN_LOCK as NAME
 from tests.support.toys import adam, regression_data, same_state, small_network, trainer_for
 
 DATA = regression_data()

@@ -204,9 +204,9 @@ def test_checkpoint_is_kept_after_an_exception_in_the_next_step(error: type[Base
     trainer = every_step_trainer(tmp_path, model=WideNetwork(fail))
     with pytest.raises(error):
         state_of_each_step(trainer)
-    saver = trainer._run.checkpoints._saver
-    assert saver is not None
-    saver.wait()
+    disk = trainer._run.checkpoints._disk
+    assert disk is not None
+    disk.saver.wait()
     assert [found.step for found in checkpoints(tmp_path, hashes=True) if found.whole] == [3, 2, 1]
 
 

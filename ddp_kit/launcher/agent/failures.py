@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.devices.cpus import oom_kills
+from ddp_kit.control_groups import oom_kills
 from ddp_kit.env import NOTE_AT_START, NOTE_FAULTY, NOTE_MARK, NOTE_PRINTED, NOTE_PRINTED_HERE, NOTE_SECONDARY
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.heartbeat import read_heartbeat

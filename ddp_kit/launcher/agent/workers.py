@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ddp_kit.env import GRACE_FILE, RECORD_FOLDER, attempt_id
+from ddp_kit.env import GRACE_FILE, MEMORY_FILE, RECORD_FOLDER, attempt_id
 from ddp_kit.errors import LaunchError, UsageError
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher import diagnosis, verdict
@@ -147,6 +147,10 @@ class Workers:
             warm.pump()
             if self._inbox.signals:
                 return
+        if self.folder is not None:
+            memory_folder = self.folder / MEMORY_FILE
+            memory_folder.touch(mode=0o600)
+            memory_folder.write_text(warm.memory_folder())
         is_inspected = can_be_inspected(warm.pid)
         processes = {
             rank: warm.start(
@@ -310,7 +314,7 @@ class Workers:
         """The range of steps of all workers; None if no worker has recorded steps."""
         return combined_steps(
             [
-                Steps(beat.began, beat.step)
+                Steps(beat.began, beat.step, beat.on_disk)
                 for beat in self._heartbeats()
                 if beat.began is not None and beat.step is not None
             ]
@@ -389,7 +393,8 @@ class Workers:
             self._warm.clear(succeeded=not any(self._endings.codes.values()))
         self.hang_monitor.remove_empty_files()
         if self.folder is not None:  # the folder then has the same files as with torchrun
-            (self.folder / GRACE_FILE).unlink(missing_ok=True)
+            for name in (GRACE_FILE, MEMORY_FILE):
+                (self.folder / name).unlink(missing_ok=True)
         if self._record_keeper is not None:
             self._record_keeper.stop()
         if self._round_file is not None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ddp_kit.env import HIDDEN_FROM_WORKERS, PACKAGE_FOLDER, child_code
+from ddp_kit import memory_folder
+from ddp_kit.env import HIDDEN_FROM_WORKERS, PACKAGE_FOLDER, RUN_FOLDER_PREFIX, SHARED_MEMORY, child_code
 from ddp_kit.launcher.processes import adopt_orphans, end_children, end_cleaners, is_stopped
 from ddp_kit.launcher.program import Program
 from ddp_kit.launcher.warm.messages import (
@@ -72,6 +73,8 @@ class WarmServer:
         self._forks = forks
         adopt_orphans()  # if the server is killed, its children become children of this process
         self._folder: str | None = None  # the answer to `MakeFolder`
+        self._folders: list[str] = []  # all that the server has created
+        self._memory_folder = ""
         self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked is None:
             self._open()
@@ -94,7 +97,7 @@ class WarmServer:
         ours, theirs = socket.socketpair()
         hidden = {name: value for name, value in HIDDEN_FROM_WORKERS.items() if self._forks and name not in self._env}
         how = [PACKAGE_FOLDER, str(theirs.fileno()), str(os.getpid()), "warm" if self._forks else "cold"]
-        how += [",".join(hidden), self._folder or ""]
+        how += [",".join(hidden), os.pathsep.join(self._folders)]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _CODE, *how, *self._argv],
@@ -171,16 +174,26 @@ class WarmServer:
         """
         self._send(Clear(succeeded))
 
-    def make_folder(self, prefix: str) -> str:
+    def make_folder(self, prefix: str, parent: str = "") -> str:
         """Let the server create a temporary folder, which it removes after this process has ended. Return its path.
 
-        The path is empty if the server cannot create the folder.
+        The path is empty if the server cannot create the folder. `parent`: by default, that of temporary files.
         """
         self._folder = None
-        self._send(MakeFolder(tempfile.gettempdir(), prefix))
+        self._send(MakeFolder(parent or tempfile.gettempdir(), prefix))
         while self._folder is None and not self.gone:
             self.pump(_CHECK_SECONDS)
+        if self._folder:
+            self._folders.append(self._folder)
         return self._folder or ""
+
+    def memory_folder(self) -> str:
+        """Let the server create a folder in memory, in which the workers of all rounds keep copies of their state.
+
+        The server removes it after this process has ended. Returns its path; empty: it cannot be created.
+        """
+        self._memory_folder = self._memory_folder or self.make_folder(RUN_FOLDER_PREFIX, SHARED_MEMORY)
+        return self._memory_folder
 
     def pump(self, timeout: float = 0) -> None:
         """Process the server's messages. If there are none, wait up to `timeout` seconds (at most 5 s) for one."""
@@ -238,13 +251,15 @@ class WarmServer:
             watched = os.pidfd_open(self.pid)  # `Popen.wait` with a timeout polls only every 50 ms
             poll = select.poll()
             poll.register(watched, select.POLLIN)
-            poll.poll(_CLOSE_SECONDS * 1000)
+            # It saves the workers' state first, if they have failed.
+            poll.poll(None if memory_folder.holds_copies(self._memory_folder) else _CLOSE_SECONDS * 1000)
             os.close(watched)
         if self._process.poll() == 0:
             return
         self._process.kill()
         self._process.wait()
         _end_leftovers()
+        memory_folder.remove(self._memory_folder, save=True)
 
     def _send(self, message: Message, streams: Sequence[int] = ()) -> None:
         try:

@@ -5,7 +5,6 @@ import gc
 import os
 import re
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -18,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from ddp_kit.env import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
+from ddp_kit import memory_folder
+from ddp_kit.env import IMPORT_TIME_VARIABLES, SHARED_MEMORY, START_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.processes import (
     Child,
     adopt_orphans,
@@ -141,8 +141,8 @@ def main(
     gone.
 
     `launcher`: the launcher's process id. `forks`: whether to import torch and fork the workers. `hidden`: environment
-    variables that are set only for this server. `folder`: the launcher's temporary folder, if an earlier server has
-    created it; else empty. `imported`: what the script's imports did, if the kept process has made them.
+    variables that are set only for this server. `folder`: the launcher's temporary folders that an earlier server has
+    created, separated by `os.pathsep`. `imported`: what the script's imports did, if the kept process has made them.
     """
     die_with_parent(launcher)  # sufficient as long as there is no worker
     adopt_orphans()
@@ -240,7 +240,8 @@ class _Server:
         self._running: dict[int, int] = {}  # pid -> the worker's number
         self._leftovers: set[Path] = set()
         self._left_saving: set[int] = set()  # pids of the checkpoint writers that the latest `Clear` did not end
-        self._folders = [folder] if folder else []
+        self._failed = False  # whether a worker of the latest round has
+        self._folders = [*filter(None, folder.split(os.pathsep))]
 
     def serve(self) -> tuple[Program | Keep, ModuleType]:
         """Start workers, and report when they end.
@@ -271,6 +272,8 @@ class _Server:
                         with suppress(OSError):
                             folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
                             self._folders.append(folder)
+                            if parent == SHARED_MEMORY:
+                                memory_folder.claim(folder)
                         self._send(FolderMade(folder))
 
     def _receive(self) -> None:
@@ -414,6 +417,7 @@ class _Server:
         After a failure, a process that is writing a checkpoint may finish: the next round waits for it and resumes from
         that checkpoint. If it is still running at the next failure, it is ended.
         """
+        self._failed = not succeeded
         saving: set[int] = set()
         if succeeded:
             wait_for(self._is_orphan, _LEAVING_SECONDS, self._reap)
@@ -436,6 +440,7 @@ class _Server:
 
     def _end(self) -> NoReturn:
         """End all processes, after the launcher has ended."""
+        failed = self._failed or bool(self._running)
         end_children(lambda child: child.pid in self._running, self._reap, leftovers=self._leftovers)
         wait_for(
             lambda child: child.is_writer, _SAVING_SECONDS, self._reap
@@ -443,7 +448,7 @@ class _Server:
         end_children(lambda _: True, self._reap, gently=True, leftovers=self._leftovers)
         end_cleaners(self._reap)
         for folder in self._folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            memory_folder.remove(folder, save=failed)
         os._exit(0)
 
     def _send(self, message: Message) -> None:

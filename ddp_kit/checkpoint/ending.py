@@ -1,0 +1,97 @@
+"""The program that saves the newest copies in memory on disk when a job has ended badly. Does not import torch.
+
+The launcher's server runs it before it removes the folder of the copies.
+"""
+
+import json
+import mmap
+import os
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path
+
+from ddp_kit.checkpoint.format import StoredCheckpoint, newest_whole
+from ddp_kit.checkpoint.writer import RUN_LOCK, Region, WriteTask, lock_within, write
+from ddp_kit.errors import CheckpointError
+
+_TARGET = "target.json"
+_LOCK_SECONDS = 5.0  # for the workers of other nodes, which may still be ending
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the newest copy in a folder is saved."""
+
+    folder: str
+    """The folder of the run's checkpoints on disk."""
+    keep_last: int
+    auto: bool
+    """Whether the same command resumes from it."""
+    alone: bool
+    """Whether this node is the only one, or the only one with this folder."""
+
+    def note(self, copies: Path) -> None:
+        """Write this to the folder of the copies. Raises `OSError`."""
+        (copies / _TARGET).write_text(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True)
+class StoredRegion(Region):
+    """A file to write, whose content is that of another file."""
+
+    source: str = ""
+
+    def content_in(self, memory: memoryview) -> memoryview:
+        """The content of the file."""
+        if not self.bytes:
+            return memory[:0]
+        with FileIO(self.source) as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+
+def save(copies: Path) -> str:
+    """Save the newest copy in a folder on disk, and return a message; empty if there is nothing to save.
+
+    Nothing is saved if the disk has this step or a later one, or if another run uses the folder.
+    """
+    copy = newest_whole(copies, hashes=True).checkpoint
+    if copy is None:
+        return ""
+    target = Target(**json.loads((copies / _TARGET).read_text()))
+    folder = Path(target.folder)
+    with ExitStack() as stack:
+        with suppress(OSError):  # without a lock if the file system has none
+            lock = FileIO(
+                os.open(folder / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+"
+            )
+            stack.enter_context(lock)
+            if not lock_within(lock, _LOCK_SECONDS):
+                if target.alone:
+                    return f"the state after step {copy.step} was not saved: another run uses {folder}"
+                return ""
+        try:
+            saved = newest_whole(folder).checkpoint
+            if saved is not None and saved.step >= copy.step:
+                return ""
+            write(_task(copy, target), memoryview(b""))
+        except CheckpointError as error:
+            return f"the state after step {copy.step} could not be saved: {error.message}"
+    again = "the same command" if target.auto else 'with checkpoint.resume="auto" the command'
+    return f"the state after step {copy.step} was saved to {folder}; {again} continues there"
+
+
+def _task(copy: StoredCheckpoint, target: Target) -> WriteTask:
+    manifest = copy.manifest
+    assert manifest is not None, "complete"
+    files = tuple(StoredRegion(file.name, 0, file.bytes, str(copy.path / file.name)) for file in manifest.files)
+    return WriteTask(target.folder, copy.step, False, target.keep_last, manifest.versions, files)
+
+
+def main(root: str) -> None:
+    """Save the newest copy in each folder in `root`. There is one for each folder of checkpoints."""
+    for copies in sorted(path for path in Path(root).iterdir() if path.is_dir()):
+        message = save(copies)
+        if message:
+            sys.stderr.write(f"ddpkit: {message}\n")

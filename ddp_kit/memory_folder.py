@@ -1,0 +1,59 @@
+"""The folder in /dev/shm in which the workers of a node keep copies of their state, for the process that makes it.
+
+The warm server makes the folder, and removes it when the job ends. The server's lock on it tells the next launch on
+this machine whether it is still used: a server that is killed together with its launcher cannot remove it.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ddp_kit.env import PACKAGE_FOLDER, child_code
+
+_LOCKED_AFTER = 60.0  # seconds in which a new folder is certain to be locked
+
+
+def claim(folder: str) -> None:
+    """Lock a new folder until this process ends, and remove the folders next to it whose processes are gone.
+
+    Raises `OSError`.
+    """
+    prefix, _, _ = os.path.basename(folder).rpartition("-")  # noqa: PTH119
+    for other in Path(folder).parent.glob(f"{prefix}-*"):
+        with suppress(OSError):
+            if other != Path(folder) and time.time() - other.stat().st_mtime > _LOCKED_AFTER and _lock(other):
+                shutil.rmtree(other, ignore_errors=True)
+    _lock(Path(folder))
+
+
+def _lock(folder: Path) -> bool:
+    """Lock a folder of this user until this process ends. Returns whether no other process had locked it."""
+    if folder.stat().st_uid != os.getuid():
+        return False
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return False
+    return True
+
+
+def holds_copies(folder: str) -> bool:
+    """Whether there are copies in a folder, because the workers have failed. `folder`: its path; may be empty."""
+    with suppress(OSError):  # it is being removed
+        return bool(folder) and any(Path(folder).glob("*/step-*"))
+    return False
+
+
+def remove(folder: str, *, save: bool) -> None:
+    """Remove the folder. `save`: whether to save the newest copies in it on disk first, and print where."""
+    if save and holds_copies(folder):
+        code = child_code("from ddp_kit.checkpoint import ending", "ending.main(sys.argv[2])")
+        subprocess.run([sys.executable, "-c", code, PACKAGE_FOLDER, folder], check=False)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,202 @@
+"""Copies of the state in memory: when one is due, which are kept, and what an error does."""
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_kit.checkpoint import copies as copies_module
+from ddp_kit.checkpoint.copies import Copies, Pace, open_copies
+from ddp_kit.checkpoint.ending import Target
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.series import Series
+from ddp_kit.distributed.world import World
+from ddp_kit.errors import CheckpointError
+
+ALONE = World(0, 1, 0, 1, 0, torch.device("cpu"))
+SECONDS = 0.05
+
+
+def target(folder: str) -> Target:
+    return Target(folder, 2, auto=True, alone=True)
+
+
+def begin(series: Series) -> tuple[str, Any]:
+    return series.begin(0), lambda: {"model": {"weight": torch.ones(4)}}
+
+
+def copy(copies: Copies, step: int) -> None:
+    copies.save(step, begin, lambda _part, _name: True)
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Iterator[Copies]:
+    made = Copies(ALONE, tmp_path, target("/runs/1"), "run", SECONDS)
+    yield made
+    made.release()
+
+
+def test_two_newest_copies_are_kept_and_all_are_removed(copies: Copies) -> None:
+    for step in range(1, 5):
+        copy(copies, step)
+    copies.release()
+    assert copies.steps() == [4, 3]
+    copies.remove()
+    assert copies.steps() == []
+    assert [path.name for path in copies.series.folder.iterdir() if path.is_dir()] == []
+    copy(copies, 5)
+    copies.release()
+    assert copies.steps() == [5]
+
+
+def test_folders_of_two_runs_differ(tmp_path: Path) -> None:
+    folders = {Copies(ALONE, tmp_path, target(f"/runs/{number}"), "run", 1.0).series.folder for number in (1, 1, 2)}
+    assert len(folders) == 2
+
+
+def test_copy_is_due_after_the_seconds_unless_one_is_being_written(copies: Copies) -> None:
+    assert not copies.is_due(time.monotonic())
+    assert copies.is_due(time.monotonic() + SECONDS)
+    copy(copies, 1)
+    assert not copies.is_due(time.monotonic() + 1000), "the copy has not been seen to end"
+    while copies._began is not None:
+        copies.after_step()
+    assert copies.is_due(time.monotonic() + 2 * SECONDS)
+    copies.note_save()
+    assert not copies.is_due(time.monotonic() + SECONDS / 2), "the state is being saved on disk"
+
+
+def test_transient_error_is_logged_once_and_the_next_copy_is_later(
+    copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointError("there is no space", "make some", transient=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save", full)
+        for _ in range(3):
+            copy(copies, 1)
+    assert [message for message in said if "no copy" in message] == [
+        "no copy of the state in memory could be made: there is no space; this is tried again"
+    ]
+    assert not copies.is_due(time.monotonic() + 4 * SECONDS)
+    assert copies.is_due(time.monotonic() + 9 * SECONDS)
+    copy(copies, 2)
+    copies.release()
+    assert copies.steps() == [2]
+
+
+def test_other_error_ends_the_copies_with_one_warning(
+    copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckpointError("this cannot be stored", "store something else")
+
+    monkeypatch.setattr(Saver, "save", refuse)
+    for step in range(3):
+        copy(copies, step)
+    assert not copies.is_due(time.monotonic() + 1000)
+    (warning,) = said
+    assert warning.startswith(
+        "no copies of the state are kept in memory, so a failure repeats all steps since the last"
+    )
+    assert warning.endswith("this cannot be stored; store something else")
+
+
+def test_killed_writer_costs_one_copy(copies: Copies, said: list[str]) -> None:
+    copy(copies, 1)
+    copies.release()
+    copy(copies, 2)
+    writer: Any = copies.series.saver._writer
+    os.kill(writer.pid, 9)
+    copy(copies, 3)
+    copies.release()
+    assert copies.steps()[0] == 3
+    assert len(said) <= 1, "the writer may have finished before"
+
+
+@pytest.mark.parametrize(
+    ("free", "available", "warning"),
+    [
+        (19_999, 10**9, r"/dev/shm has 19.5 KiB free, 19.5 KiB are needed; .*--shm-size=1m`"),
+        (10**9, 29_999, r"29.3 KiB of memory are available, 29.3 KiB are needed; give the job more memory"),
+        (20_000, 30_000, ""),
+    ],
+)
+def test_copies_need_twice_their_size_in_dev_shm_and_three_times_in_memory(
+    free: int, available: int, warning: str, copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.statvfs_result((1, 1, free, free, free, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _path: status)
+    monkeypatch.setattr(copies_module, "available_memory", lambda: available)
+    copies.reserve(10_000, shards=False)
+    assert copies.is_due(time.monotonic() + 1) == (not warning)
+    if warning:
+        assert re.search(warning, said[0])
+
+
+def test_there_are_no_copies_without_the_launcher(tmp_path: Path) -> None:
+    assert open_copies(ALONE, 1.0, target("/runs/1"), "run", shards=False) is None
+
+
+def test_there_are_no_copies_of_a_state_that_is_sharded_over_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies_module, "shutdown_timeout", lambda: 30.0)
+    monkeypatch.setattr(copies_module, "memory_folder", lambda: tmp_path)
+    assert open_copies(ALONE, 1.0, target("/runs/1"), "run", shards=True) is not None
+    two_nodes = World(0, 2, 0, 1, 0, torch.device("cpu"))
+    assert open_copies(two_nodes, 1.0, target("/runs/1"), "run", shards=True) is None
+    assert open_copies(ALONE, None, target("/runs/1"), "run", shards=False) is None
+
+
+def test_launcher_without_dev_shm_is_named(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "shutdown_timeout", lambda: 30.0)
+    monkeypatch.setattr(copies_module, "memory_folder", lambda: None)
+    assert open_copies(ALONE, 1.0, target("/runs/1"), "run", shards=False) is None
+    assert "the launcher cannot write to /dev/shm; give it more shared memory" in said[0]
+
+
+def test_too_little_memory_for_the_buffer_ends_the_copies(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ddp_kit.checkpoint.saver.SharedBuffer.prepare", full)
+    copy(copies, 1)
+    copy(copies, 2)
+    assert not copies.is_due(time.monotonic() + 1000)
+
+
+# --- How often --------------------------------------------------------------------------------------------------------
+
+
+def pace_of(alone: list[float], beside: list[float], held: float, copies: int = 3) -> Pace:
+    pace = Pace()
+    for _ in range(copies):
+        pace.held(held)
+    now = 0.0
+    for seconds, copying in [(0.0, False), *((each, False) for each in alone), *((each, True) for each in beside)]:
+        now += seconds
+        pace.step(now, copying=copying)
+    return pace
+
+
+def test_delay_is_the_time_for_which_the_loop_was_held() -> None:
+    assert pace_of([], [], 0.25).delay() == 0.25
+    assert pace_of([1.0, 1.0, 1.0], [1.0, 1.0], 0.25).delay() == 0.25
+    assert pace_of([], [], 0.25, copies=2).delay() == 0.0, "the first copies allocate memory"
+
+
+def test_delay_grows_by_what_the_writer_takes_from_the_steps() -> None:
+    pace = pace_of([1.0, 1.0, 1.0, 1.0], [1.5, 1.5, 1.5], 0.25)
+    assert pace.delay() == pytest.approx(0.25 + 0.5 * 3 / 3)
+
+
+def test_delay_ignores_a_difference_that_may_be_chance() -> None:
+    assert pace_of([1.0, 2.0, 1.0, 2.0], [1.5, 2.0, 1.0, 1.6], 0.25).delay() == 0.25

@@ -1,0 +1,91 @@
+"""The newest copy in memory is saved on disk when a job has ended badly."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_kit.checkpoint import ending
+from ddp_kit.checkpoint.ending import Target
+from ddp_kit.checkpoint.format import MANIFEST, checkpoints, name_of
+from ddp_kit.checkpoint.reader import load
+from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.writer import RUN_LOCK
+
+
+def write(folder: Path, *steps: int) -> None:
+    with Saver(folder, keep_last=10, background=False) as saver:
+        for step in steps:
+            saver.save(step, {"model": {"weight": torch.full((5,), float(step))}, "nothing": torch.empty(0)})
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in checkpoints(folder, hashes=True) if found.whole]
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Path:
+    """A folder with copies of steps 7 and 8."""
+    folder = tmp_path / "memory" / "a"
+    write(folder, 7, 8)
+    Target(str(tmp_path / "run"), 2, auto=True, alone=True).note(folder)
+    return folder
+
+
+def test_newest_copy_is_saved_as_a_checkpoint_is(
+    copies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "run", 4, 5)
+    ending.main(str(copies.parent))
+    told = f"ddpkit: the state after step 8 was saved to {tmp_path / 'run'}; the same command continues there\n"
+    assert capsys.readouterr().err == told
+    assert steps(tmp_path / "run") == [8, 5], "keep_last is 2"
+    assert torch.equal(load(tmp_path / "run" / name_of(8))["model"]["weight"], torch.full((5,), 8.0))
+
+
+def test_run_that_does_not_resume_by_itself_is_told_how(copies: Path, tmp_path: Path) -> None:
+    Target(str(tmp_path / "run"), 2, auto=False, alone=True).note(copies)
+    (tmp_path / "run").mkdir()
+    assert ending.save(copies).endswith('; with checkpoint.resume="auto" the command continues there')
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_nothing_is_saved_if_the_disk_has_this_step_or_a_later_one(step: int, copies: Path, tmp_path: Path) -> None:
+    write(tmp_path / "run", step)
+    assert ending.save(copies) == ""
+    assert steps(tmp_path / "run") == [step]
+
+
+def test_damaged_copy_is_not_saved_but_the_one_before(copies: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    file = copies / name_of(8) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert "the state after step 7 was saved" in ending.save(copies)
+    assert steps(tmp_path / "run") == [7]
+    (copies / name_of(7) / MANIFEST).unlink()
+    assert ending.save(copies) == ""
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_folder_of_another_run_is_left_alone(
+    alone: bool, copies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "_LOCK_SECONDS", 0.0)
+    Target(str(tmp_path / "run"), 2, auto=True, alone=alone).note(copies)
+    (tmp_path / "run").mkdir()
+    lock = os.open(tmp_path / "run" / RUN_LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    message = ending.save(copies)
+    os.close(lock)
+    told = f"the state after step 8 was not saved: another run uses {tmp_path / 'run'}"
+    assert message == (told if alone else "")
+    assert steps(tmp_path / "run") == []
+
+
+def test_error_is_told(copies: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    assert ending.save(copies).startswith("the state after step 8 could not be saved: ")
