@@ -14,11 +14,14 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ddp_kit.checkpoint.ending import Target
 from ddp_kit.checkpoint.format import checkpoints, leftovers
@@ -44,6 +47,10 @@ BeginSave = Callable[[Series], tuple[str, Callable[[], dict[str, Any]]]]
 """A function that begins a checkpoint, and returns its token and a function for its state. A collective."""
 
 
+_opened = Counter[str]()
+"""How many Trainers of this process have saved in each folder. After a restart, each gets its own copies again."""
+
+
 class Copies:
     """The copies of a run's state. Methods are collectives unless documented otherwise."""
 
@@ -53,7 +60,8 @@ class Copies:
         `target`: where the newest copy is saved if the job ends badly. Not a collective. Raises `CheckpointError`.
         """
         name = blake2b(os.fsencode(target.folder), digest_size=8).hexdigest()
-        folder = root / name
+        folder = root / f"{name}-{_opened[target.folder]}"
+        _opened[target.folder] += 1
         ranks = [world.rank - world.local_rank + local_rank for local_rank in range(world.local_world_size)]
         saver = Saver(
             folder, keep_last=_COPIES - 1, makes_room=True, writer=world.local_rank, writers=world.local_world_size
@@ -85,11 +93,17 @@ class Copies:
         if self._goes_on():
             self.series.saver.reserve(all_ranks)
 
-    def save(self, step: int, begin: BeginSave, replicated: Replicated) -> None:
-        """Make a copy. Errors are logged as warnings. `replicated`: as for `Saver.save`."""
+    def save(self, step: int, begin: BeginSave, replicated: Replicated, *, skip: bool) -> None:
+        """Make a copy. Errors are logged as warnings. `replicated`: as for `Saver.save`.
+
+        `skip`: whether to make none this time; if true on any rank, no rank makes one.
+        """
         self._note_end(wait=True)
-        if not self._goes_on():
+        self._due_at = time.monotonic() + self._seconds
+        if not self._goes_on(skip=skip):
             return
+        if self._world.device.type != "cpu":
+            torch.accelerator.synchronize(self._world.device)  # work in the queue is not a delay by the copy
         self._began = began = time.monotonic()
         try:
             token, state = begin(self.series)
@@ -125,9 +139,10 @@ class Copies:
         """The steps of the copies that all nodes have, newest first."""
         return self.series.common_steps(self.series.listed(0.0)).steps
 
-    def _goes_on(self) -> bool:
-        """Whether all ranks can make copies. If one cannot, it logs why, and all stop."""
-        if self._works and largest(self._world, [self._problem is not None]) == [1]:
+    def _goes_on(self, *, skip: bool = False) -> bool:
+        """Whether all ranks can make a copy now. If one can make none at all, it logs why, and all stop."""
+        failed, skipped = largest(self._world, [self._problem is not None, skip]) if self._works else (0, 0)
+        if failed:
             self._works = False
             try:
                 with raised_on_all_ranks(self._world):
@@ -135,7 +150,7 @@ class Copies:
                         raise self._problem
             except CheckpointError as error:
                 warn_of(error)
-        return self._works
+        return self._works and not skipped
 
     def _note_end(self, *, wait: bool) -> None:
         """If the copy in progress has ended, choose when the next one is due. `wait`: whether to wait for its end."""

@@ -51,6 +51,11 @@ class StoredRegion(Region):
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
 
+def target_of(copies: Path) -> Target:
+    """The target of the copies in a folder. Raises `OSError` and `ValueError`."""
+    return Target(**json.loads((copies / _TARGET).read_text()))
+
+
 def save(copies: Path) -> str:
     """Save the newest copy in a folder on disk, and return a message; empty if there is nothing to save.
 
@@ -59,7 +64,7 @@ def save(copies: Path) -> str:
     copy = newest_whole(copies, hashes=True).checkpoint
     if copy is None:
         return ""
-    target = Target(**json.loads((copies / _TARGET).read_text()))
+    target = target_of(copies)
     folder = Path(target.folder)
     with ExitStack() as stack:
         with suppress(OSError):  # without a lock if the file system has none
@@ -90,8 +95,14 @@ def _task(copy: StoredCheckpoint, target: Target) -> WriteTask:
 
 
 def main(root: str) -> None:
-    """Save the newest copy in each folder in `root`. There is one for each folder of checkpoints."""
+    """Save the newest copy in each folder in `root`. There is one for each Trainer.
+
+    If two Trainers have saved in one folder, nothing is saved: the same command would resume the wrong one from it.
+    """
+    by_target: dict[str, list[Path]] = {}
     for copies in sorted(path for path in Path(root).iterdir() if path.is_dir()):
-        message = save(copies)
+        by_target.setdefault(target_of(copies).folder, []).append(copies)
+    for copies, *others in by_target.values():
+        message = "" if others else save(copies)
         if message:
             sys.stderr.write(f"ddpkit: {message}\n")

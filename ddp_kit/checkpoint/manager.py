@@ -221,12 +221,15 @@ class Checkpoints:
             own = self._rank_states()
             pack(self._state(self._parts.values(), {name: [state] for name, state in own.items()}))
 
-    def copy(self) -> None:
-        """Copy the state to memory, unless this step has been saved."""
+    def copy(self, *, skip: bool) -> None:
+        """Copy the state to memory, unless this step is saved on disk, or any rank says `skip`."""
         if self.copies is not None and not self.is_saved:
-            self._check_state(self._progress.step)
-            self.restore_random()
-            self.copies.save(self._progress.step, self._begin_save, self._is_replicated)
+            self.copies.save(self._progress.step, self._begin_copy, self._is_replicated, skip=skip)
+
+    def _begin_copy(self, series: Series) -> tuple[str, Callable[[], dict[str, Any]]]:
+        self._check_state(self._progress.step)
+        self.restore_random()
+        return self._begin_save(series)
 
     def after_interval(self) -> None:
         """Save because `every_seconds` have passed, unless this step has been saved."""

@@ -182,6 +182,11 @@ class Preemption:
         self._requests.saves = False
         return self._folder is not None and self._consensus.stops()
 
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether the run has made steps since it was last saved."""
+        return bool(self._position.step) and not self._checkpoints.is_saved
+
     def after_step(self, finished: bool) -> None:
         """Save, or save and end the run, if this is the step after which the ranks have agreed to do so.
 
@@ -205,7 +210,8 @@ class Preemption:
             self._checkpoints.after_interval()
             return
         if request.purpose is Purpose.KEEP:
-            self._checkpoints.copy()
+            # Trainers that train together must resume from the same step: they have no copies.
+            self._checkpoints.copy(skip=any(other.is_unsaved for other in _others(self).values()))
             return
         try:
             self._checkpoints.at_stop()
@@ -249,13 +255,18 @@ _saved_at_a_stop: "weakref.WeakValueDictionary[int, Preemption]" = weakref.WeakV
 """The `Preemption` of each Trainer of this process that has a checkpoint folder and has trained without an error."""
 
 
+def _others(own: Preemption) -> "dict[int, Preemption]":
+    """The other Trainers that have trained without an error. Ranks may differ in those that are no longer used."""
+    return {number: other for number, other in _saved_at_a_stop.items() if other is not own}
+
+
 def _save_others(stopping: Preemption, world: World) -> None:
     """Save all other Trainers that have trained, at their current steps. A collective."""
-    alive = {number: other for number, other in _saved_at_a_stop.items() if other is not stopping}
+    alive = _others(stopping)
     of_ranks = [set(json.loads(text)) for text in gathered_bytes(json.dumps([*alive]).encode(), world)]
     for number in sorted(set.intersection(*of_ranks)):
         other = alive[number]
-        if other._position.step and not other._checkpoints.is_saved:
+        if other.is_unsaved:
             try:
                 other._checkpoints.at_stop()
             except DdpKitError as error:  # do not raise: the stopping Trainer is saved already, and must exit

@@ -1,6 +1,8 @@
 """Copies of the state in memory: when one is due, which are kept, and what an error does."""
 
 import errno
+import gc
+import math
 import os
 import re
 import time
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
+from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.checkpoint import copies as copies_module
 from ddp_kit.checkpoint.copies import Copies, Pace, open_copies
 from ddp_kit.checkpoint.ending import Target
@@ -32,7 +36,7 @@ def begin(series: Series) -> tuple[str, Any]:
 
 
 def copy(copies: Copies, step: int) -> None:
-    copies.save(step, begin, lambda _part, _name: True)
+    copies.save(step, begin, lambda _part, _name: True, skip=False)
 
 
 @pytest.fixture
@@ -55,9 +59,52 @@ def test_two_newest_copies_are_kept_and_all_are_removed(copies: Copies) -> None:
     assert copies.steps() == [5]
 
 
+def test_copy_that_a_rank_skips_is_not_made_and_is_due_again_later(copies: Copies) -> None:
+    copies.save(1, begin, lambda _part, _name: True, skip=True)
+    assert copies.steps() == []
+    assert not copies.is_due(time.monotonic())
+    assert copies.is_due(time.monotonic() + 2 * SECONDS)
+
+
+def test_trainers_that_train_in_turn_have_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies_module, "shutdown_timeout", lambda: 30.0)
+    monkeypatch.setattr(copies_module, "memory_folder", lambda: tmp_path / "memory")
+    monkeypatch.setattr(copies_module, "_LONGEST_SHARE", math.inf)
+
+    def steps(name: str) -> tuple[Copies, Iterator[object]]:
+        settings: Any = {"dir": tmp_path / name, "memory_seconds": 1e-6}
+        model = torch.nn.Linear(2, 1)
+        trainer = Trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda model, batch: model(batch[0]).mean(),
+            TrainerConfig(max_steps=100, global_batch_size=1, checkpoint=settings),
+        )
+        copies = trainer._run.checkpoints.copies
+        assert copies is not None
+        return copies, iter(trainer.steps(TensorDataset(torch.ones(8, 2))))
+
+    (first, first_steps), (second, second_steps) = steps("first"), steps("second")
+    for _ in range(30):
+        next(first_steps)
+        next(second_steps)
+    newest = first.steps() + second.steps()
+    for _ in range(30):
+        next(first_steps)
+        next(second_steps)
+    assert first.steps() + second.steps() == newest, "none but of the first step, when only one had trained"
+    del first_steps, second_steps
+    gc.collect()
+    third, third_steps = steps("third")
+    for _ in range(60):
+        next(third_steps)
+        time.sleep(0.001)
+    assert third.steps()[0] > 5
+
+
 def test_folders_of_two_runs_differ(tmp_path: Path) -> None:
     folders = {Copies(ALONE, tmp_path, target(f"/runs/{number}"), "run", 1.0).series.folder for number in (1, 1, 2)}
-    assert len(folders) == 2
+    assert len(folders) == 3, "of one run and the next Trainer in the same folder, too"
 
 
 def test_copy_is_due_after_the_seconds_unless_one_is_being_written(copies: Copies) -> None:

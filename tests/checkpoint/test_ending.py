@@ -51,6 +51,17 @@ def test_run_that_does_not_resume_by_itself_is_told_how(copies: Path, tmp_path: 
     assert ending.save(copies).endswith('; with checkpoint.resume="auto" the command continues there')
 
 
+def test_nothing_is_saved_if_two_trainers_have_used_the_folder(
+    copies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = copies.with_name("b")
+    write(second, 3)
+    Target(str(tmp_path / "run"), 2, auto=True, alone=True).note(second)
+    ending.main(str(copies.parent))
+    assert capsys.readouterr().err == ""
+    assert steps(tmp_path / "run") == []
+
+
 @pytest.mark.parametrize("step", [8, 9])
 def test_nothing_is_saved_if_the_disk_has_this_step_or_a_later_one(step: int, copies: Path, tmp_path: Path) -> None:
     write(tmp_path / "run", step)
