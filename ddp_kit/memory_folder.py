@@ -18,30 +18,31 @@ from ddp_kit.env import PACKAGE_FOLDER, child_code
 _LOCKED_AFTER = 60.0  # seconds in which a new folder is certain to be locked
 
 
-def claim(folder: str) -> None:
-    """Lock a new folder until this process ends, and remove the folders next to it whose processes are gone.
+def claim(folder: str) -> int:
+    """Lock a new folder, and remove the folders next to it whose processes are gone.
 
-    Raises `OSError`.
+    Returns the descriptor of the lock, which is released when this process ends. Raises `OSError`.
     """
     prefix, _, _ = os.path.basename(folder).rpartition("-")  # noqa: PTH119
     for other in Path(folder).parent.glob(f"{prefix}-*"):
         with suppress(OSError):
-            if other != Path(folder) and time.time() - other.stat().st_mtime > _LOCKED_AFTER and _lock(other):
+            status = other.stat()
+            is_new = time.time() - status.st_mtime < _LOCKED_AFTER
+            if other != Path(folder) and status.st_uid == os.getuid() and not is_new:
+                os.close(_lock(other))
                 shutil.rmtree(other, ignore_errors=True)
-    _lock(Path(folder))
+    return _lock(Path(folder))
 
 
-def _lock(folder: Path) -> bool:
-    """Lock a folder of this user until this process ends. Returns whether no other process had locked it."""
-    if folder.stat().st_uid != os.getuid():
-        return False
+def _lock(folder: Path) -> int:
+    """Lock a folder, and return the descriptor. Raises `OSError`, also if another process has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return False
-    return True
+        raise
+    return descriptor
 
 
 def holds_copies(folder: str) -> bool:

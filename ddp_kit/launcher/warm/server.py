@@ -151,7 +151,7 @@ def main(
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OWN_FAULTS - {signal.SIGCHLD})
     wake_pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     parent_signals = ParentSignals(launcher)
-    descriptors = (*wake_pipe, parent_signals.fileno())
+    descriptors = [*wake_pipe, parent_signals.fileno()]
     inherited = worker.Inherited(mask, signal.signal(signal.SIGCHLD, _wake), descriptors)
     signal.set_wakeup_fd(wake_pipe[1], warn_on_full_buffer=False)
     os.set_inheritable(descriptor, False)
@@ -273,7 +273,7 @@ class _Server:
                             folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
                             self._folders.append(folder)
                             if parent == SHARED_MEMORY:
-                                memory_folder.claim(folder)
+                                self._inherited.descriptors.append(memory_folder.claim(folder))
                         self._send(FolderMade(folder))
 
     def _receive(self) -> None:

@@ -169,8 +169,8 @@ class Inherited:
 
     mask: set[signal.Signals | int]
     child_ended: Any
-    descriptors: tuple[int, ...]
-    """The descriptors that tell the server about ended children and signals."""
+    descriptors: list[int]
+    """The descriptors that tell the server about ended children and signals, and that of its lock."""
 
     def restore(self) -> None:
         """Close the descriptors and restore the signal settings. Pending signals are then delivered."""
