@@ -486,13 +486,11 @@ class Checkpoints:
                 part.load_nothing()
         step = self._progress.step
         self._saved_step = -1 if in_memory else step
-        place = "the copy in memory" if in_memory else path
-        repeated = highest_earlier_step() - step
-        if is_restarted() and repeated > 0:
-            verb = "is" if repeated == 1 else "are"
-            logger.info("resumed from {} after step {}; {} {} repeated", place, step, plural(repeated, "step"), verb)
-        else:
-            logger.info("resumed from {} after step {}", place, step)
+        repeated = highest_earlier_step() - step if is_restarted() else 0
+        cost = ""
+        if repeated > 0:
+            cost = f"; {plural(repeated, 'step is', 'steps are')} repeated"
+        logger.info("resumed from {} after step {}{}", "the copy in memory" if in_memory else path, step, cost)
 
     def restore_random(self) -> bool:
         """Restore the checkpoint's random states, if any. Returns whether this run has resumed from a step."""
