@@ -16,6 +16,7 @@ from ddp_kit.checkpoint import writer as checkpoint_writer
 from ddp_kit.checkpoint.format import STATE, checkpoints, name_of
 from ddp_kit.checkpoint.packing import Division, pack
 from ddp_kit.checkpoint.reader import load
+from ddp_kit.checkpoint.saver import SharedBuffer, begin_copy
 from ddp_kit.checkpoint.writer import Region, System, WriteTask, collect, unfinished_folder, write
 from ddp_kit.state_values import Piece
 
@@ -99,6 +100,7 @@ def write_shards(folder: Path, step: int, writers: int) -> Path:
     """Write a checkpoint to which each writer adds its rows of four weights, and of their optimizer state."""
     unfinished_folder(folder, step, "token").mkdir(parents=True)
     rows = writers * ROWS_PER_RANK
+    buffer = SharedBuffer()
     for writer in reversed(range(writers)):  # writer 0, which waits for the others, is last
         first = writer * ROWS_PER_RANK
         state = {
@@ -107,21 +109,19 @@ def write_shards(folder: Path, step: int, writers: int) -> Path:
         }
         packed = pack(state)
         division = Division(packed, lambda _part, _name: False, writer, writers)
-        layout = division.layout
-        memory = bytearray(layout.bytes)
-        for offset, header in layout.headers.items():
-            memory[offset : offset + len(header)] = header
-        for place, number in zip(layout.places, division.numbers, strict=True):
-            memory[place.offset : place.offset + place.bytes] = packed.tensors[number].tensor.numpy().tobytes()
-        files = layout.files
+        tensors = [packed.tensors[number].tensor for number in division.numbers]
+        files = division.layout.files
+        text = b""
         if writer == 0:
             text = json.dumps(packed.text).encode()
-            files = (*files, Region(STATE, len(memory), len(text)))
-            memory += text
+            files = (*files, Region(STATE, division.layout.bytes, len(text)))
+        buffer.prepare(division.layout, tensors, text)
+        begin_copy(zip(buffer.targets, tensors, strict=True))()
         task = WriteTask(
             str(folder), step, False, 1, {}, files, "token", writer, writers, division.bytes, division.tensors
         )
-        write(task, memoryview(memory), WithoutSync())
+        write(task, buffer.view, WithoutSync())
+    buffer.close()
     return folder / name_of(step)
 
 

@@ -116,6 +116,11 @@ def count_text(number: int) -> str:
     return f"{number:,}"
 
 
+def resuming_command(*, auto: bool) -> str:
+    """The command that resumes a run. `auto`: whether `checkpoint.resume` is "auto"."""
+    return "the same command" if auto else 'with checkpoint.resume="auto" the command'
+
+
 def plural(number: int, noun: str, plural_noun: str = "") -> str:
     """A number and a noun: `1 rank`, `3 ranks`. `plural_noun`: the plural if it is not the noun and an `s`."""
     if number == 1:

@@ -149,7 +149,7 @@ class Copies:
                     if self._problem is not None:
                         raise self._problem
             except CheckpointError as error:
-                warn_of(error)
+                _warn_of(error)
         return self._works and not skipped
 
     def _note_end(self, *, wait: bool) -> None:
@@ -188,7 +188,6 @@ def open_copies(world: World, seconds: float | None, target: Target, run: str, *
     launched = shutdown_timeout() is not None and sys.platform == "linux"
     if largest(world, [not launched]) == [1]:
         return None
-    copies = None
     root = memory_folder()
     try:
         with raised_on_all_ranks(world):
@@ -198,7 +197,7 @@ def open_copies(world: World, seconds: float | None, target: Target, run: str, *
                 )
             copies = Copies(world, root, target, run, seconds)
     except CheckpointError as error:
-        warn_of(error)
+        _warn_of(error)
         return None
     return copies
 
@@ -208,7 +207,7 @@ _MORE_SHARED_MEMORY = (
 )
 
 
-def warn_of(error: CheckpointError) -> None:
+def _warn_of(error: CheckpointError) -> None:
     """Warn that no copies are made from here on, on the rank where the error was raised."""
     if not error.reported_elsewhere:
         hint = error.hint or ""
@@ -245,12 +244,11 @@ class Pace:
     """How much a copy delays training: the loop waits while the state is copied, and the writer needs cores."""
 
     def __init__(self) -> None:
-        self._held: float | None = None
+        self._held = 0.0
         self._copies = 0
         self._last: float | None = None  # when the last step ended
         self._alone = _Mean()  # seconds of steps while no copy is written
-        self._beside = _Mean()  # of the others
-        self._steps = 0.0  # while a copy is written
+        self._overlapped = _Mean()  # of the others
 
     def held(self, seconds: float) -> None:
         """Note for how long the loop has waited for a copy. The first ones also allocate memory, and do not count."""
@@ -261,18 +259,17 @@ class Pace:
     def step(self, now: float, *, copying: bool) -> None:
         """Note the end of a step. `copying`: whether a copy is being written."""
         if self._last is not None:
-            (self._beside if copying else self._alone).add(now - self._last)
+            (self._overlapped if copying else self._alone).add(now - self._last)
         self._last = now
 
     def delay(self) -> float:
         """Seconds by which one copy delays training."""
-        held = self._held or 0.0
-        if min(self._alone.count, self._beside.count) < 2 or self._copies == 0:
-            return held
-        difference = self._beside.mean - self._alone.mean
-        if difference < _ERRORS_OF_MEAN * math.hypot(self._alone.error, self._beside.error):
-            return held
-        return held + difference * self._beside.total / self._copies
+        if min(self._alone.count, self._overlapped.count) < 2:
+            return self._held
+        difference = self._overlapped.mean - self._alone.mean
+        if difference < _ERRORS_OF_MEAN * math.hypot(self._alone.error, self._overlapped.error):
+            return self._held
+        return self._held + difference * self._overlapped.total / self._copies
 
 
 class _Mean:

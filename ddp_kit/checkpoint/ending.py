@@ -15,6 +15,7 @@ from pathlib import Path
 from ddp_kit.checkpoint.format import StoredCheckpoint, newest_whole
 from ddp_kit.checkpoint.writer import RUN_LOCK, Region, WriteTask, lock_within, write
 from ddp_kit.errors import CheckpointError
+from ddp_kit.texts import resuming_command
 
 _TARGET = "target.json"
 _LOCK_SECONDS = 5.0  # for the workers of other nodes, which may still be ending
@@ -22,7 +23,7 @@ _LOCK_SECONDS = 5.0  # for the workers of other nodes, which may still be ending
 
 @dataclass(frozen=True)
 class Target:
-    """Where the newest copy in a folder is saved."""
+    """The place where the newest copy in a folder is saved."""
 
     folder: str
     """The folder of the run's checkpoints on disk."""
@@ -83,8 +84,9 @@ def save(copies: Path) -> str:
             write(_task(copy, target), memoryview(b""))
         except CheckpointError as error:
             return f"the state after step {copy.step} could not be saved: {error.message}"
-    again = "the same command" if target.auto else 'with checkpoint.resume="auto" the command'
-    return f"the state after step {copy.step} was saved to {folder}; {again} continues there"
+    return (
+        f"the state after step {copy.step} was saved to {folder}; {resuming_command(auto=target.auto)} continues there"
+    )
 
 
 def _task(copy: StoredCheckpoint, target: Target) -> WriteTask:

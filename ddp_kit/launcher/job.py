@@ -59,7 +59,7 @@ class Restarts:
     A round counts as progress if it starts at a later step than the latest round with progress, and gets further than
     every earlier round. A script that always starts from step 0 therefore never makes progress. If only copies in
     memory let it start later, a round is progress if it was long, or ended by a cause outside of the job: a script that
-    crashes after every copy must not restart for ever.
+    crashes after every copy must not restart forever.
     """
 
     def __init__(self, max_restarts: int) -> None:

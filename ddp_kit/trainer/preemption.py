@@ -22,6 +22,7 @@ from ddp_kit.env import job_end_time, job_start_time, shutdown_timeout
 from ddp_kit.errors import DdpKitError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.log import logger
+from ddp_kit.texts import resuming_command
 from ddp_kit.trainer.position import Position
 
 # Cluster schedulers send SIGUSR1 or SIGUSR2 before they end a job.
@@ -220,13 +221,12 @@ class Preemption:
             _signals.received = None  # until here, a second Ctrl-C interrupts
         # The launcher sends SIGTERM when another node has left, and that must not replace the exit code REQUEUE.
         _signals.ignore_until_exit = self._launched
-        again = "the same command" if self._auto else 'with checkpoint.resume="auto" the command'
         logger.warning(
             "stopped by {} after step {}: the run is saved in {}; {} resumes from there",
             request.why,
             position.step,
             self._folder,
-            again,
+            resuming_command(auto=self._auto),
         )
         raise SystemExit(ExitCode.REQUEUE)
 

@@ -20,7 +20,7 @@ from ddp_kit.checkpoint import packing, weight_files
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.packing import Division, pack
 from ddp_kit.checkpoint.reader import load
-from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.saver import Saver, SharedBuffer, begin_copy
 from ddp_kit.checkpoint.writer import Region, System, WriteTask, unfinished_folder, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.state_values import Piece
@@ -236,22 +236,20 @@ def save_sharded(folder: Path, rows: dict[str, int], writers: int, of: Any = Non
         for writer in range(writers)
     )
     unfinished_folder(folder, 1, "token").mkdir(parents=True)
+    buffer = SharedBuffer()
     for writer, state in reversed([*enumerate(states)]):
         packed = pack(state)
         division = Division(packed, lambda _part, _name: False, writer, writers)
-        layout = division.layout
-        memory = bytearray(layout.bytes)
-        for offset, header in layout.headers.items():
-            memory[offset : offset + len(header)] = header
-        for place, number in zip(layout.places, division.numbers, strict=True):
-            values = packed.tensors[number].tensor.contiguous().numpy().tobytes()
-            memory[place.offset : place.offset + place.bytes] = values
-        files = layout.files
+        tensors = [packed.tensors[number].tensor for number in division.numbers]
+        files = division.layout.files
+        text = b""
         if writer == 0:
             text = json.dumps(packed.text).encode()
-            files = (*files, Region("state.json", len(memory), len(text)))
-            memory += text
-        write(WriteTask(str(folder), 1, False, 1, {}, files, "token", writer, writers), memoryview(memory), NoFsync())
+            files = (*files, Region("state.json", division.layout.bytes, len(text)))
+        buffer.prepare(division.layout, tensors, text)
+        begin_copy(zip(buffer.targets, tensors, strict=True))()
+        write(WriteTask(str(folder), 1, False, 1, {}, files, "token", writer, writers), buffer.view, NoFsync())
+    buffer.close()
     return folder / name_of(1)
 
 

@@ -39,15 +39,7 @@ PLACEMENTS = {
     "blocking saves": Placement(2, {}, {"checkpoint": {"save": "blocking"}}),
     "overlapped saves": Placement(2, {}, {"checkpoint": {"save": "overlapped"}}),
 }
-FAULTS = {
-    "SIGKILL": 137,
-    "SIGSEGV": 139,
-    "exception": 1,
-    "exit": 3,
-    "SIGSTOP": 137,
-    "SIGKILL on all ranks": 137,
-    "SIGKILL twice": 137,
-}
+FAULTS = ("SIGKILL", "SIGSEGV", "exception", "exit", "SIGSTOP", "SIGKILL on all ranks", "SIGKILL twice")
 MOMENTS = (
     *("forward", "gradient hook", "before optimizer.step", "after optimizer.step", "callback", "evaluation"),
     *("disk save", "copy before the gather", "copy after the gather", "copy being written", "resume", "first steps"),

@@ -9,7 +9,6 @@ import ctypes
 import json
 import math
 import os
-import random
 import signal
 import sys
 import time
@@ -20,8 +19,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from toys import digest_of
+from toys import Noisy, digest_of
 
 from ddp_kit import EMA, Callback, Trainer, TrainerConfig
 from ddp_kit.checkpoint import copies
@@ -57,17 +55,6 @@ MOMENTS = (
     *("forward", "gradient hook", "before optimizer.step", "after optimizer.step", "callback", "evaluation"),
     *("disk save", "copy before the gather", "copy after the gather", "copy being written", "resume", "first steps"),
 )
-
-
-class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Augmented at random, by both generators."""
-
-    def __len__(self) -> int:
-        return 96
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
-        return x + 0.1 * torch.randn(4) + random.random(), x.sum(0, keepdim=True)
 
 
 class Fault:
@@ -190,7 +177,7 @@ def main(folder: str, parallel: str, settings: str, kind: str, moment: str) -> N
         before(saved.copies.series, "begin", lambda: fault.at("copy before the gather"))
         before(saved.copies.series.saver, "save", lambda: fault.at("copy after the gather"))
         before(saved.copies.series.saver, "save", lambda: fault.at("copy being written"), after=True)
-    result = trainer.fit(Noisy(), None if pipeline else Noisy())
+    result = trainer.fit(Noisy(96), None if pipeline else Noisy(96))
     held = [*trainer.model_state().values(), *ema.model_state().values()]
     print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest_of(held)}\n", end="", flush=True)
 

@@ -7,31 +7,18 @@ PARALLEL: as JSON. OFFLOAD: the setting memory.offload.
 
 import json
 import os
-import random
 import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import Dataset
-from toys import KillsLastRank, digest_of, mean_squared_error
+from toys import KillsLastRank, Noisy, digest_of, mean_squared_error
 
 from ddp_kit import EMA, Trainer, TrainerConfig
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-
-
-class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Augmented at random, by both generators."""
-
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
-        return x + 0.1 * torch.randn(4) + random.random(), x.sum(0, keepdim=True)
 
 
 def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = None, offload: Any = None) -> None:
@@ -59,7 +46,7 @@ def main(folder: str, after: int, workers: int, width: int = 8, parallel: Any = 
         scheduler=lambda optimizer: OneCycleLR(optimizer, 0.05, total_steps=60),
         callbacks=[ema, KillsLastRank(after if FIRST_ATTEMPT else 0)],
     )
-    result = trainer.fit(Noisy())
+    result = trainer.fit(Noisy(48))
     held = [*trainer.model_state().values(), *ema.model_state().values()]
     print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest_of(held)}\n", end="", flush=True)
 

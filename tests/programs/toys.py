@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import signal
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ddp_kit import Callback
 from ddp_kit.state_values import Piece
@@ -61,6 +63,20 @@ def digest_of(tensors: Iterable[Any]) -> str:
     """A hash of the values of tensors and pieces."""
     values = [(each.tensor if isinstance(each, Piece) else each).cpu().double() for each in tensors]
     return hashlib.sha256(flat(values).numpy()).hexdigest()
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Four values and their sum, augmented at random by both generators."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return x + 0.1 * torch.randn(4) + random.random(), x.sum(0, keepdim=True)
 
 
 class KillsLastRank(Callback):
