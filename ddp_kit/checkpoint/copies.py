@@ -29,6 +29,7 @@ from ddp_kit.checkpoint.lock import raised_on_all_ranks
 from ddp_kit.checkpoint.packing import Replicated
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.series import Series
+from ddp_kit.checkpoint.writer import cannot_write
 from ddp_kit.control_groups import available_memory
 from ddp_kit.distributed.world import World, largest
 from ddp_kit.env import SHARED_MEMORY, memory_folder, shutdown_timeout
@@ -68,7 +69,10 @@ class Copies:
         )
         self.series = Series(world, folder, ranks, run, saver)
         if self.series.is_first:
-            target.note(folder)
+            try:
+                target.note(folder)
+            except OSError as error:  # for example, no space
+                raise cannot_write(error, folder) from None
         self._world = world
         self._seconds = seconds
         self._pace = Pace()

@@ -210,6 +210,19 @@ def test_launcher_without_dev_shm_is_named(tmp_path: Path, said: list[str], monk
     assert "the launcher cannot write to /dev/shm; give it more shared memory" in said[0]
 
 
+def test_full_dev_shm_at_the_start_is_a_warning(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(copies_module, "shutdown_timeout", lambda: 30.0)
+    monkeypatch.setattr(copies_module, "memory_folder", lambda: tmp_path)
+    monkeypatch.setattr(Target, "note", full)
+    assert open_copies(ALONE, 1.0, target("/runs/1"), "run", shards=False) is None
+    assert "No space left on device" in said[0]
+
+
 def test_too_little_memory_for_the_buffer_ends_the_copies(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
