@@ -19,16 +19,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ddp_kit.checkpoint.ending import Target
 from ddp_kit.checkpoint.format import checkpoints, leftovers
 from ddp_kit.checkpoint.lock import raised_on_all_ranks
-from ddp_kit.checkpoint.packing import Replicated
+from ddp_kit.checkpoint.packing import Packed, Replicated
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.checkpoint.series import Series
+from ddp_kit.checkpoint.series import CommonSteps, Series
 from ddp_kit.checkpoint.writer import cannot_write
 from ddp_kit.control_groups import available_memory
 from ddp_kit.distributed.world import World, largest
@@ -44,7 +43,7 @@ _COPIES = 2  # in the folder while a copy is written, and after it
 _IN_MEMORY = 3  # with the buffer from which it is written
 _LONGEST_WAIT = 60.0  # seconds after repeated failures
 
-BeginSave = Callable[[Series], tuple[str, Callable[[], dict[str, Any]]]]
+BeginSave = Callable[[Series], tuple[str, Callable[[], Packed]]]
 """A function that begins a checkpoint, and returns its token and a function for its state. A collective."""
 
 
@@ -139,9 +138,9 @@ class Copies:
                 for path in (*copies, *leftovers(self.series.folder)):
                     shutil.rmtree(path, ignore_errors=True)
 
-    def steps(self) -> list[int]:
-        """The steps of the copies that all nodes have, newest first."""
-        return self.series.common_steps(self.series.listed(0.0)).steps
+    def common_steps(self) -> CommonSteps:
+        """The steps of the copies."""
+        return self.series.common_steps(self.series.listed(0.0))
 
     def _goes_on(self, *, skip: bool = False) -> bool:
         """Whether all ranks can make a copy now. If one can make none at all, it logs why, and all stop."""

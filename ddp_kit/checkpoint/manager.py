@@ -5,18 +5,20 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_kit.checkpoint.copies import Copies, open_copies
 from ddp_kit.checkpoint.ending import Target
 from ddp_kit.checkpoint.format import name_of, path_of
 from ddp_kit.checkpoint.lock import FolderLock, FolderUse, raised_on_all_ranks
-from ddp_kit.checkpoint.packing import pack
+from ddp_kit.checkpoint.model_state import size_of
+from ddp_kit.checkpoint.nodes import as_on_rank_0
+from ddp_kit.checkpoint.packing import Packed, pack
 from ddp_kit.checkpoint.reader import load, load_once
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.series import Series, ranks_with_same_folder
@@ -41,7 +43,6 @@ from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.state_values import Piece
 from ddp_kit.texts import plural
-from ddp_kit.torch_internals import pytree
 
 
 def copy_waiter(saver: Saver) -> Callable[..., None]:
@@ -210,23 +211,24 @@ class Checkpoints:
         elif self._disk is not None:
             if not self._memory_reserved:
                 self._memory_reserved = True  # only after the first step, which allocates the optimizer state
-                self._disk.saver.reserve(self._size())
+                size = size_of(self._strategy, self._optimizer, trainable_only=self._config.trainable_only)
+                self._disk.saver.reserve(size)
                 if self.copies is not None:
-                    self.copies.reserve(self._size(), shards=self._strategy.shards)
+                    self.copies.reserve(size, shards=self._strategy.shards)
             self._note_save_end(self._disk.saver.check())
         if self.copies is not None:
             self.copies.after_step()
         if not self._checked_storable and self._disk is not None:
             self._checked_storable = True  # check now that the state can be stored, not at the first save hours later
             own = self._rank_states()
-            pack(self._state(self._parts.values(), {name: [state] for name, state in own.items()}))
+            self._state(self._parts.values(), {name: [state] for name, state in own.items()})
 
     def copy(self, *, skip: bool) -> None:
         """Copy the state to memory, unless this step is saved on disk, or any rank says `skip`."""
         if self.copies is not None and not self.is_saved:
             self.copies.save(self._progress.step, self._begin_copy, self._is_replicated, skip=skip)
 
-    def _begin_copy(self, series: Series) -> tuple[str, Callable[[], dict[str, Any]]]:
+    def _begin_copy(self, series: Series) -> tuple[str, Callable[[], Packed]]:
         self._check_state(self._progress.step)
         self.restore_random()
         return self._begin_save(series)
@@ -352,7 +354,7 @@ class Checkpoints:
                     disk.saver.wait()
             self._save_pending = not wait
 
-    def _begin_save(self, series: Series) -> tuple[str, Callable[[], dict[str, Any]]]:
+    def _begin_save(self, series: Series) -> tuple[str, Callable[[], Packed]]:
         """Begin a checkpoint on all ranks. Returns the arguments of `Saver.save`: the token, and this rank's state.
 
         The state is returned as a function, whose errors are those of the save.
@@ -362,7 +364,12 @@ class Checkpoints:
         # With separate folders, each gets a whole checkpoint.
         rank_states = exchanged(self._rank_states(), self._parts, self._world, series.first_rank)
         parts = [part for part in self._parts.values() if series.is_first or part.packed_by_all_ranks]
-        return token, lambda: self._state(parts, rank_states)
+
+        state = partial(self._state, parts, rank_states)
+        if series.is_shared:
+            return token, state
+        packed = as_on_rank_0(state, self._is_replicated, self._world, first=series.is_first)
+        return token, lambda: packed
 
     def _rank_states(self) -> dict[str, Any]:
         """The `rank_state` of every part on this rank, by the part's name."""
@@ -373,15 +380,6 @@ class Checkpoints:
         if self._save_began is not None and ended:
             self.save_seconds = time.monotonic() - self._save_began
             self._save_began = None
-
-    def _size(self) -> int:
-        """Bytes of weights and optimizer state, which make up most of a checkpoint."""
-        weights = zip(self._strategy.model.parameters(), self._strategy.local_parameters(), strict=True)
-        everything = not self._config.trainable_only
-        stored = [local for parameter, local in weights if parameter.requires_grad or everything]
-        states = pytree.tree_leaves([*self._optimizer.state.values()])
-        stored += [leaf for leaf in states if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-        return sum(tensor.nbytes for tensor in stored)
 
     def _is_replicated(self, name: str, tensor: str) -> bool:
         part = self._parts[name]
@@ -402,14 +400,14 @@ class Checkpoints:
                 place,
             )
 
-    def _state(self, parts: Collection[SavedPart], rank_states: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    def _state(self, parts: Collection[SavedPart], rank_states: Mapping[str, Sequence[Any]]) -> Packed:
         """The state of `parts`, to be saved. `rank_states`: the argument of each part's `state_dict`, by its name."""
         state: dict[str, Any] = {VERSIONS: {part.name: part.version for part in parts}}
         # Replicated parts first: a tensor that several parts hold is stored with the first one, and every rank that
         # saves has the model, but not the callbacks.
         for part in sorted(parts, key=lambda part: not part.packed_by_all_ranks):
             state[part.name] = part.state_dict(rank_states[part.name])
-        return state
+        return pack(state)
 
     # --- Resuming -----------------------------------------------------------------------------------------------------
 
@@ -435,18 +433,20 @@ class Checkpoints:
             inside = self._disk is not None and path.resolve().parent == self._disk.folder.resolve()
             self._begin_lineage(path, set_aside_after=self._progress.step if inside else -1)
 
-    def _state_at(self, path: Path, series: Series | None) -> dict[str, Any]:
+    def _state_at(self, path: Path, series: Series | None, source: int | None = None) -> dict[str, Any]:
         """Read this rank's part of the state of a checkpoint. Raises `CheckpointError`. A collective.
 
-        `series`: where the run saves its own checkpoints.
+        `series`: where the run saves its own checkpoints. `source`: as `CommonSteps.source`.
 
         Ranks of several nodes that need the same tensors get them from rank 0: thousands would else read the same files
         from one file system. The ranks of one node read for themselves, because the files are then in its memory.
         """
         world = self._world
         is_shared = series is not None and series.is_shared
-        if is_shared and world.world_size > world.local_world_size and not self._strategy.shards:
-            return load_once(path, world, self._device_of)
+        if source is None and is_shared and world.world_size > world.local_world_size and not self._strategy.shards:
+            source = 0
+        if source is not None:
+            return load_once(path, world, self._device_of, source)
         position = world.rank, world.world_size
         return load(path, device=self._device_of, wanted=self._piece_of, position=position)
 
@@ -505,28 +505,24 @@ class Checkpoints:
         job began without them: starting from step 0 would silently repeat the run.
         """
         start_from_0 = "the warnings above say why; to start from step 0 instead, set checkpoint.resume=None"
-        copied = self.copies.steps() if self.copies is not None and is_restarted() else []
-        saved = disk.listed(0.0 if copied else _WRITER_SECONDS)
+        places: list[tuple[int, Series, int | None]] = []
+        if self.copies is not None and is_restarted():
+            copied = self.copies.common_steps()
+            places = [(step, self.copies.series, copied.source) for step in copied.steps]
+        saved = disk.listed(0.0 if places else _WRITER_SECONDS)
         common = disk.common_steps(saved)
-        if common.difference:
-            raise CheckpointError(
-                f"no checkpoint in {disk.folder} is complete on every node; steps of complete checkpoints: "
-                f"{common.difference}",
-                "set checkpoint.dir to a folder that all nodes share, or checkpoint.resume=None to start from step 0",
-            )
-        if not common.steps and not copied:
+        places += [(step, disk, common.source) for step in common.steps]
+        if not places:
+            common.check_difference(disk.folder)
             with raised_on_all_ranks(self._world):
                 if saved and (lineage is None or self._folder_use.job_wrote):
                     raise CheckpointError(
                         f"none of the checkpoints in {disk.folder} can be read; the newest is {saved[0]}", start_from_0
                     )
-        places = [(step, disk) for step in common.steps]
-        if self.copies is not None:
-            places += [(step, self.copies.series) for step in copied]
         is_from_another = False  # whether the newest checkpoint on disk is
-        for step, series in sorted(places, key=lambda place: -place[0]):
+        for step, series, source in sorted(places, key=lambda place: -place[0]):
             path = path_of(series.folder, step)
-            state = None if series is disk and is_from_another else self._read(path, series)
+            state = None if series is disk and is_from_another else self._read(path, series, source)
             if state is None:
                 continue
             if lineage is not None and state.get("lineage") != lineage:
@@ -544,12 +540,15 @@ class Checkpoints:
             )
         return False
 
-    def _read(self, path: Path, series: Series) -> dict[str, Any] | None:
-        """Read the state of a checkpoint; log a warning and return None if it is damaged on any rank. A collective."""
+    def _read(self, path: Path, series: Series, source: int | None) -> dict[str, Any] | None:
+        """Read the state of a checkpoint; log a warning and return None if it is damaged on any rank. A collective.
+
+        `source`: as for `_state_at`.
+        """
         state = None
         problem = ""
         try:
-            state = self._state_at(path, series)
+            state = self._state_at(path, series, source)
         except CheckpointError as error:
             problem = "" if error.reported_elsewhere else error.message
         if largest(self._world, [len(problem)]) == [0]:

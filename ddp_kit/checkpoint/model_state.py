@@ -27,7 +27,7 @@ from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.optimizer_trial import missing_state
 from ddp_kit.state_values import Piece, check_same_kind, copied, options_of, plain, same_value, whole_shape
 from ddp_kit.texts import some
-from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
+from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code, pytree
 
 # --- Frozen weights ---------------------------------------------------------------------------------------------------
 # `checkpoint.trainable_only` omits frozen weights from checkpoints, which then hold only their fingerprints.
@@ -504,3 +504,15 @@ def _parameter_of(tensor: str, parameters: Sequence[nn.Parameter]) -> nn.Paramet
     if head != "state" or not number.isdecimal() or int(number) >= len(parameters):
         return None
     return parameters[int(number)]
+
+
+# --- Size -------------------------------------------------------------------------------------------------------------
+
+
+def size_of(strategy: Strategy, optimizer: Optimizer, *, trainable_only: bool) -> int:
+    """Bytes of this rank's weights and optimizer state, which make up most of a checkpoint."""
+    weights = zip(strategy.model.parameters(), strategy.local_parameters(), strict=True)
+    stored = [local for parameter, local in weights if parameter.requires_grad or not trainable_only]
+    states = pytree.tree_leaves([*optimizer.state.values()])
+    stored += [leaf for leaf in states if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    return sum(tensor.nbytes for tensor in stored)

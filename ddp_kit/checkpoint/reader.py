@@ -228,15 +228,15 @@ def load(
     return state
 
 
-def load_once(path: Path, world: World, device: DeviceOf) -> dict[str, Any]:
-    """Read a checkpoint on rank 0 alone, and return the state, with whole tensors, on all ranks. A collective.
+def load_once(path: Path, world: World, device: DeviceOf, source: int = 0) -> dict[str, Any]:
+    """Read a checkpoint on one rank alone, and return the state, with whole tensors, on all ranks. A collective.
 
-    `path`, `device`: as for `load`. If rank 0 raises `CheckpointError`, all ranks do.
+    `path`, `device`: as for `load`. `source`: that rank. If it raises `CheckpointError`, all ranks do.
     """
     content: Any = None
     values: dict[Key, Tensor | Piece] = {}
     with raised_on_all_ranks(world):
-        if world.is_main:
+        if world.rank == source:
             checkpoint = examine(path)
             if not checkpoint.whole:
                 raise cannot_load(checkpoint, str(checkpoint.problem))
@@ -244,11 +244,11 @@ def load_once(path: Path, world: World, device: DeviceOf) -> dict[str, Any]:
                 files = TensorFiles(checkpoint)
                 values = _read_tensors(files, dict.fromkeys(files.tensors))
                 content = [read_state(checkpoint), [[*key, *whole] for key, whole in files.tensors.items()]]
-    text, table = json.loads(broadcast_bytes(json.dumps(content).encode(), world))
+    text, table = json.loads(broadcast_bytes(json.dumps(content).encode(), world, source))
     for part, name, dtype, shape in table:
-        if not world.is_main:
+        if world.rank != source:
             values[part, name], _ = _memory(Whole(dtype, tuple(shape)), None)
-    broadcast_tensors([value for value in values.values() if isinstance(value, Tensor)], world)
+    broadcast_tensors([value for value in values.values() if isinstance(value, Tensor)], world, source)
     state: dict[str, Any] = unpack(text, _Fetch(values, device))
     return state
 

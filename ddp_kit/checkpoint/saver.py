@@ -26,7 +26,7 @@ from torch import Tensor
 import ddp_kit
 from ddp_kit import __version__
 from ddp_kit.checkpoint.format import STATE
-from ddp_kit.checkpoint.packing import Division, Layout, Replicated, Stored, active_writers, pack
+from ddp_kit.checkpoint.packing import Division, Layout, Packed, Replicated, Stored, active_writers, pack
 from ddp_kit.checkpoint.writer import (
     LONGEST_PACKET,
     STOP,
@@ -446,7 +446,7 @@ class Saver:
     def save(
         self,
         step: int,
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | Packed,
         *,
         best: bool = False,
         token: str = "",
@@ -458,7 +458,7 @@ class Saver:
         Waits until the previous save is finished. If that save failed with an error that is not transient, and that has
         not been raised yet, the error is raised here, and no new save is started.
         `state`: part -> values that `packing.pack` can store, with tensors on any device. `best`: whether to mark the
-        checkpoint as the best so far.
+        checkpoint as the best so far. A state may have been packed before.
 
         If there are several writers, all of them call this. `token`: what `begin` returned for writer 0.
         `replicated`: a function that returns whether a tensor is identical on all writers; such tensors
@@ -467,7 +467,7 @@ class Saver:
         `overlap`: whether to return while a thread still copies replicated tensors; the caller must then call
         `wait_for_copy` before these tensors change.
         """
-        packed = pack(state)
+        packed = state if isinstance(state, Packed) else pack(state)
         self.check(wait=True)
         self._error = None
         if self._division is None or not self._division.fits(packed):

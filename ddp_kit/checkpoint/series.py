@@ -63,7 +63,7 @@ class Series:
         return saved
 
     def common_steps(self, saved: list[StoredCheckpoint]) -> "CommonSteps":
-        """The steps of the complete checkpoints that the folders of all nodes have. `saved`: from `listed`."""
+        """The steps of the complete checkpoints in the folders of all nodes. A collective. `saved`: from `listed`."""
         own = [_NOT_LISTED]
         if self.is_first:
             own = [checkpoint.step for checkpoint in saved if checkpoint.whole][:_COMPARED]
@@ -74,20 +74,32 @@ class Series:
 
 
 class CommonSteps:
-    """The steps of complete checkpoints that all nodes have, newest first."""
+    """The steps of complete checkpoints that all nodes with any checkpoints have.
+
+    A node without any, which has taken the place of another one, gets the state from one that has it.
+    """
 
     def __init__(self, of_ranks: dict[int, list[int]]) -> None:
         """`of_ranks`: the steps in the folder of each rank that lists one."""
         self._of_ranks = of_ranks
-        self.steps = sorted(set.intersection(*map(set, of_ranks.values())), reverse=True)
+        having = [set(steps) for steps in of_ranks.values() if steps]
+        self.steps = sorted(set.intersection(*having), reverse=True) if having else []
+        """Newest first."""
+        self.source: int | None = None
+        """The lowest rank with checkpoints, if a node has none; None if all nodes have them, or none has."""
+        if 0 < len(having) < len(of_ranks):
+            self.source = next(rank for rank, steps in of_ranks.items() if steps)
 
-    @property
-    def difference(self) -> str:
-        """What each node has, if there are checkpoints, but none on all nodes; else empty."""
+    def check_difference(self, folder: Path) -> None:
+        """Raise `CheckpointError` if nodes have checkpoints, but no common ones. `folder`: its name on all nodes."""
         if self.steps or not any(self._of_ranks.values()):
-            return ""
-        return "; ".join(
+            return
+        seen = "; ".join(
             f"rank {rank} sees {', '.join(map(str, steps)) or 'none'}" for rank, steps in self._of_ranks.items()
+        )
+        raise CheckpointError(
+            f"no checkpoint in {folder} is complete on every node; steps of complete checkpoints: {seen}",
+            "set checkpoint.dir to a folder that all nodes share, or checkpoint.resume=None to start from step 0",
         )
 
 

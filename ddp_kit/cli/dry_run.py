@@ -153,7 +153,7 @@ def _rendezvous(plan: Plan, env: Mapping[str, str]) -> list[list[str]]:
     values = {name: value for name, value in vars(rendezvous).items() if name not in _NO_SETTINGS}
     if not rendezvous.endpoint_source:
         values |= {"port": f"a free port, {AT_THE_START}", "run_id": AT_THE_START}
-    if rendezvous.group_rank is None:
+    if rendezvous.group_rank is None and rendezvous.node_rank is None:
         values["node_rank"] = AT_RENDEZVOUS
     rows = []
     for name, value in (values | vars(rendezvous.limits)).items():

@@ -12,7 +12,7 @@ from typing import Any
 from ddp_kit.arguments import Parser, count, duration, whole_number
 from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
-from ddp_kit.clusters.request import Request, hosts_of, job_name
+from ddp_kit.clusters.request import Request, hosts_of, job_name, without_spares
 from ddp_kit.errors import UsageError, nearest, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import spec
@@ -216,6 +216,8 @@ def _request(
         raise UsageError(
             f"--nodes is {nodes}, but --hosts names {len(hosts)} hosts", f"use --nodes {len(hosts)}, or add hosts"
         )
+    spares = 0 if launch is None else launch.spares
+    without_spares(nodes, spares)
     name = flags.pop("name")
     if name is None:
         script = "train"
@@ -228,6 +230,7 @@ def _request(
     return Request(
         nodes=nodes,
         words=tuple(launch_words),
+        spares=spares,
         name=name,
         command="\n# ".join(printable(line, keep=_NOT_UTF8) for line in shlex.join(shown).splitlines()),  # a comment
         seconds=flags.pop("time"),

@@ -25,6 +25,8 @@ class Ray(Engine):
     def submit_command(self, request: Request, path: str) -> tuple[str, ...]:  # noqa: ARG002
         """The command that submits the job's driver; it needs no job file."""
         flags = ["--nodes", str(request.nodes), "--retries", str(request.retries)]
+        if request.spares:
+            flags += ["--spares", str(request.spares)]
         if request.gpus is not None:
             flags += ["--gpus", str(request.gpus)]
         if request.cpus_per_node is not None:

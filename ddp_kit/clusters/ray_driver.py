@@ -56,6 +56,7 @@ def main(words: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="ray_driver", allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--retries", type=int, default=3)
     parser.add_argument("--gpus", type=int)
     parser.add_argument("--cpus", type=int)
@@ -68,7 +69,7 @@ def main(words: Sequence[str]) -> int:
     ray.init(address="auto", log_to_driver=True)
     retries = args.retries
     while True:
-        code = _attempt(args.nodes, bundle, launch)
+        code = _attempt(args.nodes, args.spares, bundle, launch)
         counted = code in COUNTED or code >= SIGNALLED
         if not (counted and retries) and code not in AGAIN:
             return code
@@ -76,7 +77,7 @@ def main(words: Sequence[str]) -> int:
         _say(f"restarting the job: it ended with exit code {code}")
 
 
-def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
+def _attempt(nodes: int, spares: int, bundle: dict[str, int], words: Sequence[str]) -> int:
     """Run the job once on all nodes, and return its exit code."""
     group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
     while not group.wait(_REMINDER_SECONDS):
@@ -93,9 +94,9 @@ def _attempt(nodes: int, bundle: dict[str, int], words: Sequence[str]) -> int:
     ]
     try:
         address = ray.get(hosts[0].address.remote())
-        launches = [("ddpkit", "launch", *_place(nodes, rank, address), *words) for rank in range(nodes)]
+        launches = [("ddpkit", "launch", *_place(nodes - spares, rank, address), *words) for rank in range(nodes)]
         runs = [host.run.remote(launch, bundle["CPU"]) for host, launch in zip(hosts, launches, strict=True)]
-        return _outcome(runs)
+        return _outcome(runs, spares)
     except (RayActorError, RayTaskError) as error:
         _say(f"a node was lost: {error}")
         return ExitCode.NODE_LOST
@@ -113,9 +114,13 @@ def _place(nodes: int, rank: int, address: str) -> tuple[str, ...]:
     return ("--nnodes", str(nodes), "--node-rank", str(rank), *meet, *wait)
 
 
-def _outcome(runs: Sequence[Any]) -> int:
-    """The exit code of the first launcher that fails, or 0. After a failure, the other launchers have 10 s to end."""
-    codes: list[int] = []
+def _outcome(runs: Sequence[Any], spares: int) -> int:
+    """The exit code of the job: that of the first launcher that fails, or 0.
+
+    With spares, that of node 0, unless more launchers than there are spares fail before. Once the exit code is known,
+    the other launchers have 10 s to end.
+    """
+    codes: dict[Any, int] = {}
     left = list(runs)
     deadline = None
     while left:
@@ -123,10 +128,13 @@ def _outcome(runs: Sequence[Any]) -> int:
         done, left = ray.wait(left, num_returns=1, timeout=timeout)
         if not done:
             break
-        codes += ray.get(done)
-        if deadline is None and any(codes):
+        codes.update(zip(done, ray.get(done), strict=True))
+        failed = len([*filter(None, codes.values())])
+        if deadline is None and (failed > spares or (spares and runs[0] in codes)):
             deadline = time.monotonic() + _OTHERS_SECONDS
-    return next(filter(None, codes), 0)
+    if spares and runs[0] in codes:
+        return codes[runs[0]]
+    return next(filter(None, codes.values()), 0)
 
 
 def _say(text: str) -> None:

@@ -147,6 +147,8 @@ class Request:
     """Name of the queue or partition."""
     hosts: tuple[str, ...] = ()
     array: str | None = None
+    spares: int = 0
+    """How many of the nodes are spares: --spares in `words`."""
     requeue: bool = False
     """Whether the engine itself restarts the job after preempting it."""
     retries: int = 3
@@ -166,6 +168,23 @@ class Request:
     def launch(self) -> tuple[str, ...]:
         """The command that runs on each node."""
         return ("ddpkit", "launch", *self.words)
+
+
+_FEWEST = 2  # nodes that train: the one that hosts the rendezvous cannot be replaced
+
+
+def without_spares(nodes: int, spares: int) -> int:
+    """How many of `nodes` train if `spares` of them are spares. Raises `UsageError` if too few are left."""
+    if spares and nodes - spares < _FEWEST:
+        hint = f"use at least {spares + _FEWEST} nodes, or remove --spares"
+        if nodes > _FEWEST:
+            hint = f"use --spares {nodes - _FEWEST}, or at least {spares + _FEWEST} nodes"
+        raise UsageError(
+            f"--spares {spares} is too many for a job of {plural(nodes, 'node')}: at least two have to train, because "
+            "the one that hosts the rendezvous cannot be replaced",
+            hint,
+        )
+    return nodes - spares
 
 
 NAME_LENGTH = 40

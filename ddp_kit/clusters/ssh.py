@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import IO, TextIO
 
 from ddp_kit.clusters.engine import Engine, remote_script
-from ddp_kit.clusters.request import AGAIN, COUNTED, SIGNALLED, Request, derived_port
+from ddp_kit.clusters.request import AGAIN, COUNTED, SIGNALLED, Request, derived_port, without_spares
 from ddp_kit.errors import UsageError
 from ddp_kit.exit_codes import ExitCode
 
@@ -42,7 +42,7 @@ class Ssh(Engine):
 
     def submit(self, request: Request, text: str, write: Callable[[str], None]) -> int:  # noqa: ARG002
         """Run the job until it ends."""
-        return run(commands(request), request.retries, write)
+        return run(commands(request), request.retries, request.spares, write)
 
 
 def commands(request: Request) -> dict[str, tuple[str, ...]]:
@@ -55,7 +55,8 @@ def commands(request: Request) -> dict[str, tuple[str, ...]]:
     for rank, host in enumerate(hosts):
         place = []
         if len(hosts) > 1:
-            place = ["--nnodes", str(len(hosts)), "--node-rank", str(rank)]
+            nodes = without_spares(len(hosts), request.spares)
+            place = ["--nnodes", str(nodes), "--node-rank", str(rank)]
             place += ["--master-addr", address, "--master-port", str(port)]
         launch = ("ddpkit", "launch", *place, *gpus, *request.words)
         remote = shlex.join(remote_script(launch, str(request.folder), request.programs))
@@ -77,14 +78,14 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Write = Callable[[str], None]
 
 
-def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> int:
+def run(commands: Mapping[str, Sequence[str]], retries: int, spares: int, write: Write) -> int:
     """Run one command per host, restart the job after retryable exit codes, and return the last exit code.
 
     `retries`: the maximum number of restarts after exit codes 3, 124 and above 128, and after failures of ssh. Restarts
-    after exit codes 4 (a node was lost) and 75 (saved) are not limited.
+    after exit codes 4 (a node was lost) and 75 (saved) are not limited. `spares`: how many hosts the job can lose.
     """
     while True:
-        session = _Session(commands, write)
+        session = _Session(commands, spares, write)
         code = session.run()
         if session.stopped or session.missing:
             return code
@@ -103,8 +104,10 @@ def run(commands: Mapping[str, Sequence[str]], retries: int, write: Write) -> in
 class _Session:
     """One attempt to run the job on all hosts."""
 
-    def __init__(self, commands: Mapping[str, Sequence[str]], write: Write) -> None:
+    def __init__(self, commands: Mapping[str, Sequence[str]], spares: int, write: Write) -> None:
         self._commands = commands
+        self._first = next(iter(commands))  # the host of the rendezvous, without which the job ends
+        self._spares = spares
         self._write = write
         self._lock = threading.Lock()
         self._said: dict[str, str] = {}
@@ -118,7 +121,8 @@ class _Session:
     def run(self) -> int:
         """Run all launchers, and return the exit code of the first one that failed, or 0.
 
-        Returns NODE_LOST if ssh could not reach a host, or lost the connection.
+        Returns NODE_LOST if ssh could not reach a host, or lost the connection. With spares, the exit code is that of
+        the first host, unless that one was lost.
         """
         stops = [number for number in _STOP if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
         before = {number: signal.signal(number, self._stop) for number in stops}
@@ -145,6 +149,9 @@ class _Session:
             for number, handler in before.items():
                 signal.signal(number, handler)
         self._explain(codes)
+        if self._spares and codes[self._first] not in (_SSH_FAILED, _NOT_FOUND):
+            self.unreachable = []
+            return codes[self._first]
         if self.unreachable:
             return ExitCode.NODE_LOST
         return next((code for code in codes.values() if code), 0)
@@ -152,14 +159,16 @@ class _Session:
     def _wait(self) -> dict[str, int]:
         """Wait for all launchers, and return the exit codes by host, in the order in which the launchers ended.
 
-        If ssh fails, or if ddpkit is not installed on a host, the launchers on all hosts are stopped.
+        If ddpkit is not installed on a host, or if ssh fails for the first host or for more hosts than there are
+        spares, the launchers on all hosts are stopped.
         """
         codes: dict[str, int] = {}
         while len(codes) < len(self._running):
             for host, process in self._running.items():
                 if host not in codes and process.poll() is not None:
                     codes[host] = process.returncode % 256
-                    if codes[host] in (_SSH_FAILED, _NOT_FOUND):
+                    lost = [*codes.values()].count(_SSH_FAILED)
+                    if _NOT_FOUND in codes.values() or lost > self._spares or codes.get(self._first) == _SSH_FAILED:
                         self._close_inputs()
             time.sleep(_LOOK_SECONDS)
         return codes

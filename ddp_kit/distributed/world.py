@@ -391,22 +391,22 @@ def equal_on_all_ranks(content: bytes, world: World) -> bool:
     return highest == -negative
 
 
-def broadcast_bytes(content: bytes, world: World) -> bytes:
-    """Rank 0's bytes, on all ranks. A collective."""
+def broadcast_bytes(content: bytes, world: World, source: int = 0) -> bytes:
+    """The bytes of rank `source`, on all ranks. A collective."""
     if world.world_size == 1:
         return content
-    (length,) = largest(world, [len(content) if world.is_main else 0])
+    (length,) = largest(world, [len(content) if world.rank == source else 0])
     row = torch.frombuffer(bytearray(content[:length].ljust(max(1, length), b"\0")), dtype=torch.uint8)
     row = row.to(world.device)
-    dist.broadcast(row, 0)
+    dist.broadcast(row, source)
     return row[:length].cpu().numpy().tobytes()
 
 
 _AT_ONCE = 64 << 20  # bytes that are broadcast at once, so that small tensors do not wait for each other
 
 
-def broadcast_tensors(tensors: Sequence[Tensor], world: World) -> None:
-    """Fill contiguous tensors in host memory with rank 0's values. A collective."""
+def broadcast_tensors(tensors: Sequence[Tensor], world: World, source: int = 0) -> None:
+    """Fill contiguous tensors in host memory with the values of rank `source`. A collective."""
     bunch: list[Tensor] = []
     parts = [
         part
@@ -419,7 +419,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], world: World) -> None:
         size = sum(each.numel() for each in bunch)
         if number + 1 == len(parts) or size + parts[number + 1].numel() > _AT_ONCE:
             together = torch.cat(bunch).to(world.device)
-            dist.broadcast(together, 0)
+            dist.broadcast(together, source)
             for target, values in zip(bunch, torch.split(together, [each.numel() for each in bunch]), strict=True):
                 target.copy_(values)
             bunch = []

@@ -303,6 +303,13 @@ class Dismiss:
 
 
 @dataclass(frozen=True)
+class StandBy:
+    """Announcement that these nodes are spares: they wait for a round in which a node has been lost."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Pause:
     """Announcement of a delay before the next round. Nodes only print the reason."""
 
@@ -316,7 +323,7 @@ class End:
     outcome: Outcome
 
 
-Order = StartRound | Stop | Dismiss | Pause | End
+Order = StartRound | Stop | Dismiss | StandBy | Pause | End
 
 
 @dataclass(frozen=True)
@@ -351,7 +358,8 @@ class _Round:
     """The round that is running or being stopped."""
 
     number: int = -1
-    members: frozenset[int] = frozenset()
+    members: tuple[int, ...] = ()
+    """The nodes of the round, by group rank."""
     began: float = 0.0
     present: set[int] = field(default_factory=set)
     """The members that have not been lost; includes those in `done` and `down`."""
@@ -434,7 +442,10 @@ class Job:
             self._by_rank[node.rank] = node.number
         if problem:
             return self._end(Outcome(lost=problem, started=False, usage=True))
-        return self._advance()
+        orders = self._advance()
+        if self._phase is _Phase.RUNNING and not (orders or self._round.done):
+            orders = [StandBy((node.number,))]
+        return orders
 
     def heartbeat(self, number: int, now: float) -> None:
         """Handle a heartbeat from a node."""
@@ -613,12 +624,28 @@ class Job:
     def _start_round(self, why: str) -> list[Order]:
         self._left_by = 0
         self._left = False
-        ordered = sorted(self._nodes.values(), key=lambda node: (node.rank is None, node.rank, node.number))
-        members = ordered[: self._limits.max_nodes]
+        members = self._next_members()
         self._phase = _Phase.RUNNING
-        numbers = frozenset(node.number for node in members)
+        numbers = tuple(node.number for node in members)
         self._round = _Round(self._round.number + 1, numbers, self._now, set(numbers))
-        return [StartRound(self._assignments(members), why)]
+        orders: list[Order] = [StartRound(self._assignments(members), why)]
+        spares = tuple(number for number in self._nodes if number not in self._round.present)
+        if spares:
+            orders.append(StandBy(spares))
+        return orders
+
+    def _next_members(self) -> list[Node]:
+        """The nodes of the next round, by group rank. Nodes keep their positions; others take those of lost nodes."""
+        members = []
+        before = set(self._round.members)
+        new = [node for node in self._nodes.values() if node.number not in before]
+        new.sort(key=lambda node: (node.rank is None, node.rank, node.number))
+        for number in self._round.members:
+            if number in self._nodes:
+                members.append(self._nodes[number])
+            elif new:
+                members.append(new.pop(0))
+        return [*members, *new][: self._limits.max_nodes]
 
     def _assignments(self, members: Sequence[Node]) -> dict[int, RankAssignment]:
         assignments: dict[int, RankAssignment] = {}

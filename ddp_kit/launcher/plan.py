@@ -347,6 +347,16 @@ def make(
         notices=tuple(notices),
     )
     _ = plan.rendezvous, plan.logs  # raise for invalid settings now
+    if spec.spares and torchrun_only:
+        raise UsageError(
+            f"--spares {spec.spares} has no effect with {torchrun_only}, for which torchrun itself runs the job",
+            "remove one of the two",
+        )
+    if spec.spares and plan.rendezvous.limits.max_nodes == 1:
+        raise UsageError(
+            f"--spares {spec.spares} needs a job of several nodes, but this job has one",
+            "use --nnodes N, where N is the number of nodes that train, or remove --spares",
+        )
     if plan.virtual_local_rank:
         for local_rank in range(len(workers)):
             _only_gpu({**env, **plan.env}, local_rank)

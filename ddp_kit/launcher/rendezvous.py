@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from ddp_kit.clusters.engines import recognise
-from ddp_kit.clusters.request import JobPlace
+from ddp_kit.clusters.request import JobPlace, without_spares
 from ddp_kit.errors import UsageError
 from ddp_kit.launcher.job import Limits
 from ddp_kit.launcher.spec import LaunchSpec, rendezvous_settings
@@ -86,7 +86,9 @@ class Rendezvous:
         """This node's group rank, or None if it is not known before the rendezvous."""
         if self.limits.max_nodes == 1:
             return 0
-        return self.node_rank if self.nodes else None
+        if self.nodes is None or self.node_rank is None or self.node_rank >= self.nodes:  # else, it is a spare
+            return None
+        return self.node_rank
 
     @property
     def master_addr(self) -> str:
@@ -311,6 +313,8 @@ def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpe
     settings = dict(spec.torchrun)
     if "nnodes" not in spec.given:
         settings["nnodes"] = str(place.nodes)
+    if "nnodes" not in spec.flags:
+        settings["nnodes"] = _without_spares(str(settings["nnodes"]), spec.spares)
     if _is_one_node(settings) or {"rdzv_backend", "rdzv_endpoint"} & spec.given:
         if "node_rank" not in spec.given and not _is_one_node(settings):
             settings["node_rank"] = place.node_rank
@@ -328,6 +332,17 @@ def complete_from_cluster(spec: LaunchSpec, env: Mapping[str, str]) -> LaunchSpe
         if "node_rank" not in spec.given:
             settings["node_rank"] = place.node_rank
     return spec._replace(torchrun=MappingProxyType(settings), place=place)
+
+
+def _without_spares(nnodes: str, spares: int) -> str:
+    """The value of --nnodes without the spares. `nnodes`: the nodes of a cluster's job, as a number or MIN:MAX."""
+    if not spares:
+        return nnodes
+    min_nodes, max_nodes = _nnodes(nnodes)
+    most = without_spares(max_nodes, spares)
+    if ":" not in nnodes:
+        return str(most)
+    return f"{min(min_nodes, most)}:{most}"
 
 
 def _is_one_node(settings: Mapping[str, Any]) -> bool:

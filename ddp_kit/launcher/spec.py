@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_kit.arguments import Parser, count, duration, seconds
+from ddp_kit.arguments import Parser, count, duration, seconds, whole_number
 from ddp_kit.env import FILE_TIMER, FLAG_DEFAULT, GRACE_DEFAULT, KEEP_WARM, LINE_PREFIX_DEFAULT, PYTHON
 from ddp_kit.errors import UsageError, nearest
 from ddp_kit.exit_codes import ExitCode
@@ -309,6 +309,16 @@ OWN_FLAGS = (
         has_variable=False,
     ),
     Flag(
+        "--spares",
+        "K",
+        "K nodes of the job only wait, and take the place of nodes that are lost. Of the nodes of a cluster's job, all"
+        " but K train. Elsewhere, --nnodes is the number of nodes that train, and every further launcher is a spare."
+        " Default: 0",
+        0,
+        whole_number,
+        has_variable=False,
+    ),
+    Flag(
         "--dry-run",
         "",
         "print what would run, where and in which environment, without starting anything",
@@ -345,6 +355,8 @@ class LaunchSpec(NamedTuple):
     """Names of the signals that were ignored when the launcher started, as under nohup."""
     gpus_per_process: int | None = None
     """The value of --gpus-per-process; None: not given."""
+    spares: int = 0
+    """The value of --spares."""
     given: frozenset[str] = frozenset()
     """Names of the settings in `torchrun` that were set by a flag on the command line or by a PET_ variable."""
     place: "JobPlace | None" = None

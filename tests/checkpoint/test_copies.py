@@ -50,20 +50,24 @@ def test_two_newest_copies_are_kept_and_all_are_removed(copies: Copies) -> None:
     for step in range(1, 5):
         copy(copies, step)
     copies.release()
-    assert copies.steps() == [4, 3]
+    assert copies.common_steps().steps == [4, 3]
     copies.remove()
-    assert copies.steps() == []
+    assert copies.common_steps().steps == []
     assert [path.name for path in copies.series.folder.iterdir() if path.is_dir()] == []
     copy(copies, 5)
     copies.release()
-    assert copies.steps() == [5]
+    assert copies.common_steps().steps == [5]
 
 
 def test_copy_that_a_rank_skips_is_not_made_and_is_due_again_later(copies: Copies) -> None:
     copies.save(1, begin, lambda _part, _name: True, skip=True)
-    assert copies.steps() == []
+    assert copies.common_steps().steps == []
     assert not copies.is_due(time.monotonic())
     assert copies.is_due(time.monotonic() + 2 * SECONDS)
+
+
+def newest_of(copies: Copies) -> list[int]:
+    return copies.common_steps().steps
 
 
 def test_trainers_that_train_in_turn_have_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +92,18 @@ def test_trainers_that_train_in_turn_have_no_copies(tmp_path: Path, monkeypatch:
     for _ in range(30):
         next(first_steps)
         next(second_steps)
-    newest = first.steps() + second.steps()
+    newest = newest_of(first) + newest_of(second)
     for _ in range(30):
         next(first_steps)
         next(second_steps)
-    assert first.steps() + second.steps() == newest, "none but of the first step, when only one had trained"
+    assert newest_of(first) + newest_of(second) == newest, "none but of the first step, when only one had trained"
     del first_steps, second_steps
     gc.collect()
     third, third_steps = steps("third")
     for _ in range(60):
         next(third_steps)
         time.sleep(0.001)
-    assert third.steps()[0] > 5
+    assert newest_of(third)[0] > 5
 
 
 def test_folders_of_two_runs_differ(tmp_path: Path) -> None:
@@ -136,7 +140,7 @@ def test_transient_error_is_logged_once_and_the_next_copy_is_later(
     assert copies.is_due(time.monotonic() + 9 * SECONDS)
     copy(copies, 2)
     copies.release()
-    assert copies.steps() == [2]
+    assert copies.common_steps().steps == [2]
 
 
 def test_other_error_ends_the_copies_with_one_warning(
@@ -164,7 +168,7 @@ def test_killed_writer_costs_one_copy(copies: Copies, said: list[str]) -> None:
     os.kill(writer.pid, 9)
     copy(copies, 3)
     copies.release()
-    assert copies.steps()[0] == 3
+    assert copies.common_steps().steps[0] == 3
     assert len(said) <= 1, "the writer may have finished before"
 
 

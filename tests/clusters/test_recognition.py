@@ -85,6 +85,18 @@ def test_flags_take_precedence_over_the_cluster(name: str, monkeypatch: pytest.M
     assert (half_given.nodes, half_given.group_rank, half_given.host) == (2, 1, "10.9.9.9")
 
 
+def test_spares_are_nodes_of_the_cluster_that_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = SLURM | {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "3"}
+    found = read(four, "--spares", "2", monkeypatch=monkeypatch)
+    assert (found.nodes, found.node_rank, found.group_rank) == (2, 3, None)
+    assert read(four, "--spares", "1", "--nnodes", "2", monkeypatch=monkeypatch).nodes == 2
+    pods = INDEXED | {"PET_NNODES": "2:4"}
+    assert read(pods, "--spares", "1", monkeypatch=monkeypatch).limits.max_nodes == 3
+    assert read(pods, "--spares", "2", monkeypatch=monkeypatch).nodes == 2
+    with pytest.raises(UsageError, match="--spares 3 is too many for a job of 4 nodes"):
+        read(four, "--spares", "3", monkeypatch=monkeypatch)
+
+
 def test_range_of_nodes_in_a_cluster_uses_c10d_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(SLURM, "--nnodes", "1:2", "--rdzv-conf", "join_timeout=7", monkeypatch=monkeypatch)
     assert (found.backend, found.host, found.is_host, found.group_rank) == ("c10d", "gpu-003", False, None)

@@ -23,7 +23,7 @@ from tests.support.launching import run, seconds, started
 from tests.support.submitted import job_file
 
 _HOST = "echo up; read code < go; exit $code"
-_SESSION = "import sys; from ddp_kit.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, print))"
+_SESSION = "import sys; from ddp_kit.clusters.ssh import run; sys.exit(run({'a': sys.argv[1:]}, 1, 0, print))"
 
 
 pytestmark = pytest.mark.usefixtures("script")
@@ -85,6 +85,9 @@ def test_slurm_script_requeues_by_exit_code(code: int, retries: int, tmp_path: P
         (["--on", "ssh", "--nodes", "3", "train.py"], "use --hosts"),
         (["--on", "ssh", "--hosts=-oProxyCommand=x", "train.py"], "is not a host"),
         (["--on", "ssh", "--hosts", "a,b"], "there is no script"),
+        (["--on", "ssh", "--hosts", "a,b", "--spares", "1", "train.py"], "use at least 3 nodes, or remove --spares"),
+        (["--on", "slurm", "--nodes", "4", "--spares", "3", "train.py"], "use --spares 2, or at least 5 nodes"),
+        (["--on", "slurm", "--spares", "1", "--nodes", "4", "train.py"], "put it before --spares"),
         (["--on", "skypilot", "--nodes", "2", "--gpus", "8", "train.py"], "use --gpus H100:8"),
         (["--on", "ray", "--nodes", "2", "--gpus", "H100:8", "train.py"], "ray does not support a type in --gpus"),
         (["--on", "slurm", "--nodes", "2", "--gpus", ":8", "train.py"], "neither a number of GPUs nor TYPE:NUMBER"),
@@ -199,6 +202,14 @@ def test_ssh_ignored_sighup_does_not_stop_the_job(tmp_path: Path) -> None:
         assert process.stdout.readline() == "up\n"
         (tmp_path / "go").write_text("0\n")
         assert process.wait(seconds(60)) == 0
+
+
+def test_spares_are_hosts_that_do_not_train() -> None:
+    ssh = job_file("--on", "ssh", "--hosts", "a,b,c", "--spares", "1", "train.py")
+    assert [f"--nnodes 2 --node-rank {rank} " in ssh for rank in range(4)] == [True, True, True, False]
+    assert "--nodes 3 --retries 3 --spares 1 -- --spares 1 train.py" in job_file(
+        "--on", "ray", "--nodes", "3", "--spares", "1", "train.py"
+    )
 
 
 def test_ssh_reads_hosts_from_a_file(tmp_path: Path) -> None:

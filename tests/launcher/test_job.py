@@ -17,6 +17,7 @@ from ddp_kit.launcher.job import (
     Order,
     Pause,
     Report,
+    StandBy,
     StartRound,
     State,
     Steps,
@@ -46,7 +47,7 @@ def report(
 
 
 def the_start(orders: list[Order]) -> StartRound:
-    (order,) = orders
+    (order,) = [order for order in orders if not isinstance(order, StandBy)]
     assert isinstance(order, StartRound)
     return order
 
@@ -237,11 +238,41 @@ def test_job_with_room_admits_a_new_node() -> None:
 
 def test_job_without_room_keeps_a_new_node_waiting_until_another_dies() -> None:
     machine, _ = job(ELASTIC, node(0), node(1))
-    assert not machine.joined(node(2), 1.0)
+    assert machine.joined(node(2), 1.0) == [StandBy((2,))]
     for number in (0, 2):
         machine.heartbeat(number, 3.5)
     assert machine.tick(3.6) == [Stop(0)]
     assert the_start(machine.reported(report(0, State.STOPPED), 3.7)).assignments.keys() == {0, 2}
+
+
+def group_ranks(orders: list[Order]) -> dict[int, int]:
+    """The position of each node in the round that starts."""
+    return {number: given.group_rank for number, given in the_start(orders).assignments.items()}
+
+
+def test_spares_take_the_positions_of_lost_nodes_and_the_others_keep_theirs() -> None:
+    machine, orders = job(Limits(min_nodes=3, max_nodes=3), *(node(number, rank=number) for number in range(3)))
+    assert group_ranks(orders) == {0: 0, 1: 1, 2: 2}
+    for spare in (3, 4):
+        assert machine.joined(node(spare, rank=spare), 1.0) == [StandBy((spare,))]
+    for number in (0, 2, 3, 4):
+        machine.heartbeat(number, 3.5)
+    assert machine.tick(3.6) == [Stop(0)]
+    machine.reported(report(0, State.STOPPED), 3.7)
+    orders = machine.reported(report(2, State.STOPPED), 3.7)
+    assert group_ranks(orders) == {0: 0, 3: 1, 2: 2}
+    assert orders[1:] == [StandBy((4,))]
+    assert machine.joined(node(5, rank=1), 4.0) == [StandBy((5,))], "the lost node is back, as a spare"
+
+
+def test_nodes_move_up_if_there_is_no_spare() -> None:
+    machine, orders = job(Limits(min_nodes=2, max_nodes=3), node(0), node(1), node(2))
+    assert group_ranks(orders) == {0: 0, 1: 1, 2: 2}
+    for number in (0, 2):
+        machine.heartbeat(number, 3.5)
+    machine.tick(3.6)
+    machine.reported(report(0, State.STOPPED), 3.7)
+    assert group_ranks(machine.reported(report(2, State.STOPPED), 3.7)) == {0: 0, 2: 1}
 
 
 def test_job_that_is_ending_does_not_restart_for_a_new_node() -> None:

@@ -377,6 +377,20 @@ def test_gpus_per_process_that_does_not_divide_the_gpus_is_refused(words: str, g
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("words", "said", "hint"),
+    [
+        ("--spares 1", "--spares 1 needs a job of several nodes, but this job has one", "use --nnodes N"),
+        ("--spares 1 --nnodes 2 --rdzv-backend etcd --rdzv-endpoint h:1", "with --rdzv-backend etcd", "remove one"),
+    ],
+)
+def test_spares_that_cannot_be_used_are_refused(words: str, said: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_on(f"{words} train.py", machine(0))
+    assert said in caught.value.message
+    assert hint in caught.value.hint
+
+
 def test_process_with_two_mig_devices_is_refused() -> None:
     with pytest.raises(UsageError, match="a process can use at most one MIG device"):
         plan_on("--gpus 1,2 --gpus-per-process 2 train.py", with_mig())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, Store
 
 from ddp_kit.launcher.agent.inbox import Disconnected, Item, StartWorkers
-from ddp_kit.launcher.agent.nodes import _REMOVED, Coordinator, MultiNodeLink
+from ddp_kit.launcher.agent.nodes import _REMOVED, _SPARE, Coordinator, MultiNodeLink
 from ddp_kit.launcher.job import (
     Dismiss,
     End,
@@ -28,6 +28,7 @@ from ddp_kit.launcher.job import (
     Pause,
     RankAssignment,
     Report,
+    StandBy,
     StartRound,
     State,
     Steps,
@@ -117,7 +118,7 @@ class Listener(MultiNodeLink):
         self._orders = store
         self._coordinator = None
         self._inbox: Any = SimpleNamespace(put=self.items.append)
-        self._has_started = self._is_over = False
+        self._has_started = self._is_over = self._is_spare = False
 
     def listen(self) -> list[Item]:
         self._listen(0)
@@ -139,6 +140,8 @@ def item_for(order: Order, node: int, lost: set[int]) -> Item | None:
         if node in order.assignments:
             return StartWorkers(order.assignments[node], order.why)
         return Disconnected(_REMOVED) if node in lost else None
+    if isinstance(order, StandBy):
+        return Pause(_SPARE) if node in order.nodes else None
     if isinstance(order, Dismiss):
         return End(order.outcome) if node == order.node else None
     if isinstance(order, End) and node in lost:
@@ -166,6 +169,7 @@ ORDERS = {
     ),
     Stop: any_value(Stop),
     Dismiss: st.builds(Dismiss, st.sampled_from(NODES), outcomes),
+    StandBy: st.builds(StandBy, st.lists(st.sampled_from(NODES)).map(tuple)),
     Pause: any_value(Pause),
     End: st.builds(End, outcomes),
 }
@@ -193,9 +197,12 @@ def test_orders_arrive_at_each_node_as_the_job_has_given_them(
             return store.get(key)
 
         expected: list[Item] = []
+        is_spare = False
         for order in orders:
             item = item_for(order, node, lost)
-            if item is not None:
+            is_new = not (is_spare and isinstance(order, StandBy))
+            is_spare = not isinstance(item, StartWorkers) and (is_spare or item == Pause(_SPARE))
+            if item is not None and is_new:
                 expected.append(item)
             if isinstance(item, (End, Disconnected)):
                 break  # the node has left the job

@@ -247,6 +247,7 @@ class Coordinator:
 
 _JOB = "ddpkit/job"
 _REMOVED = "the job removed this node: its heartbeat stopped, or another node joined with the same node rank"
+_SPARE = "this node is a spare: it takes the place of a node that is lost"
 _NO_TIMEOUT = timedelta(days=7)  # long, because torch writes to the terminal when a wait times out
 _HANDSHAKE = timedelta(seconds=30)
 _BEATS_PER_TIMEOUT = 6
@@ -283,6 +284,7 @@ class MultiNodeLink:
         self._commands = commands
         self._reminder = Reminder(time.monotonic(), at_once=commands.lack_endpoint)
         self._has_started = False  # whether any round has begun
+        self._is_spare = False  # whether this node has said that it is one
         self.next_check: float | None = rendezvous.limits.heartbeat_timeout / _BEATS_PER_TIMEOUT
         self._beat_seconds = self.next_check
         self._coordinator: Coordinator | None = None
@@ -550,6 +552,12 @@ class MultiNodeLink:
             return from_json(Stop, order)
         if kind == "Pause":
             return from_json(Pause, order)
+        if kind == "StandBy":
+            if self._is_spare or self.number not in order["nodes"]:
+                return None
+            self._is_spare = True
+            self._has_started = True
+            return Pause(_SPARE)
         if kind == "Dismiss":
             return End(from_json(Outcome, order["outcome"])) if order["node"] == self.number else None
         self._has_started = self._has_started or kind == "StartRound"
@@ -560,4 +568,5 @@ class MultiNodeLink:
             return End(self._coordinator.outcome if self._coordinator else from_json(Outcome, order["outcome"]))
         if assignment is None or assignment["round"] != order["round"]:  # this node waits, or reads an old order
             return None
+        self._is_spare = False
         return StartWorkers(from_json(RankAssignment, assignment), order["why"])
