@@ -48,7 +48,7 @@ set -u
 
 # srun does not inherit --cpus-per-task from the job (Slurm 22.05 and later).
 code=0
-srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}}{container} {launch} || code=$?
+srun{no_kill} ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}}{container} {launch} || code=$?
 
 # A task of a job array is named ARRAY_TASK: with the array's id alone, Slurm would requeue every task.
 job="${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_}}${{SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}}"
@@ -151,6 +151,8 @@ class Slurm(Engine):
         lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value is not None]
         if request.requeue:
             lines.append("#SBATCH --requeue   # after a preemption or the loss of a node")
+        if request.spares:
+            lines.append("#SBATCH --no-kill   # the job goes on without a lost node, whose place a spare takes")
         launch = 'ddpkit launch "$@"'
         if request.words:
             launch = shlex.join(request.launch)
@@ -162,6 +164,7 @@ class Slurm(Engine):
             command=request.command,
             how_to=_HOW_TO[bool(request.words)],
             directives="\n".join(lines),
+            no_kill=" --no-kill" * bool(request.spares),
             container=container,
             launch=launch,
             retries=request.retries,

@@ -40,7 +40,7 @@ class Loss:
         """Wait to be killed if this is the node and the moment. `newest`: the step of the newest copy."""
         if self._next == (int(os.environ["GROUP_RANK"]), moment) and os.environ["LOCAL_RANK"] == "0":
             with self._file.open("a") as file:
-                file.write(f"{socket.gethostname()} {newest}\n")
+                file.write(f"{os.environ.get('SLURMD_NODENAME') or socket.gethostname()} {newest}\n")
             time.sleep(600)
 
 

@@ -67,10 +67,12 @@ SlurmdTimeout={short}
 GresTypes=gpu
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 RealMemory=1000 Gres=gpu:8
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 RealMemory=1000 Gres=gpu:8
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=64 RealMemory=1000 Gres=gpu:8
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=UNLIMITED State=UP PriorityTier=1 GraceTime={grace}
 PartitionName=high Nodes=n1,n2 MaxTime=UNLIMITED State=UP PriorityTier=2
+PartitionName=spare Nodes=n1,n2,n3 MaxTime=UNLIMITED State=UP
 """
 
 
@@ -125,9 +127,11 @@ class Slurm:
         self.wait_until_idle()  # else a node that returns is subtracted from those of the next attempt
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now", *changes)
 
-    def wait_until_idle(self) -> None:
-        """Wait until both nodes are up and have nothing to do."""
-        _poll(lambda: self.ask("sinfo", "-h", "-o", "%T %D"), lambda shown: shown.strip() == "idle 2", within=60)
+    def wait_until_idle(self, partition: str = "all", nodes: int = 2) -> None:
+        """Wait until all nodes of the partition are up and have nothing to do."""
+        expected = f"idle {nodes}"
+        look = partial(self.ask, "sinfo", "-h", "-p", partition, "-o", "%T %D")
+        _poll(look, lambda shown: shown.strip() == expected, within=60)
 
     def until(self, job: str, enough: Callable[[str], bool]) -> str:
         """What Slurm tells of the job once that is enough."""
@@ -167,7 +171,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     munge = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munge.pid"}
     munge |= {"log-file": folder / "munge.log", "seed-file": folder / "munge.seed"}
     with ExitStack() as stack:  # undone from the last to the first
-        host, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(3)]
+        host, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(4)]
         times = {"short": round(seconds(5)), "grace": round(seconds(60))}
         conf.write_text(SLURM_CONF.format(folder=folder, host=host, ports=ports, first_job=_first_job(stack), **times))
         cluster = Slurm(env, folder, stack, {})
@@ -343,3 +347,31 @@ def test_srun_with_several_tasks_per_node_gets_a_warning(slurm: Slurm, tmp_path:
     )  # fmt: skip
     assert done.stderr.count("srun started 4 tasks on 2 nodes") == 1, done.stderr
     assert "--ntasks-per-node=1" in done.stderr
+
+
+def test_spare_takes_the_place_of_a_lost_node(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.start("n3")
+    slurm.wait_until_idle("spare", 3)
+    script = PROGRAMS / "spared.py"
+    words = (str(script), str(tmp_path / "run"), str(tmp_path), '[[1, "training"]]')
+    flags = ("--spares", "1", "--nproc-per-node", "2", "--preload", "off")
+    asked = ("--on", "slurm", "--nodes", "3", "--cpus", "1", "--partition", "spare", *flags, *words)
+    batch = tmp_path / "train.sbatch"
+    printed: list[str] = []
+    submit.run(["--dry-run", *asked], Terminal({}, printed.append))
+    batch.write_text("\n".join(printed))
+    job = slurm.submit(tmp_path, batch=batch)
+    losses = tmp_path / "losses"
+    _poll(lambda: losses.exists() and losses.read_text().endswith("\n"), bool, within=120)
+    lost, newest = losses.read_text().split()
+    slurm.nodes[lost].kill()
+    shown = slurm.until(job, lambda it: _field(it, "JobState") in ENDED)
+    log = unlabelled((tmp_path / "job.log").read_text())
+    assert _field(shown, "JobState") == "COMPLETED", shown + log
+    resumed = re.findall(r"resumed from the copy in memory after step (\d+)", log)
+    assert len(resumed) == 1
+    assert int(resumed[0]) >= int(newest)
+    assert len(re.findall(r"ended \d 150", log)) == 4
+    slurm.nodes["n3"].kill()
+    slurm.start("n2")
+    slurm.wait_until_idle()
