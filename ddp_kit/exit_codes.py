@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     LAUNCH_FAILED = 3
     NODE_LOST = 4
     FAULTY = 5
-    """A rank computes wrong gradients, which `verify_ranks="replay"` has found."""
+    """A rank computes wrong gradients, which `verify_ranks="replay"` has found, or a GPU of this node has failed."""
     REQUEUE = 75
     """The run saved a checkpoint and must be started again. Workers use the same code (EX_TEMPFAIL of sysexits.h)."""
     HUNG = 124

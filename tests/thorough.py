@@ -24,7 +24,8 @@ PARTS = {
     ),
     "faults": (
         "end_to_end/test_faults.py", "end_to_end/test_hangs.py", "end_to_end/test_restarts.py",
-        "end_to_end/test_preemption.py", "rigs/test_full_disk.py", "rigs/test_shared_memory.py",
+        "end_to_end/test_preemption.py", "end_to_end/test_health.py", "health", "rigs/test_full_disk.py",
+        "rigs/test_shared_memory.py",
     ),
     "training": (
         "end_to_end", "trainer", "data", "distributed", "callbacks", "config", "model", "test_",

@@ -254,8 +254,8 @@ def _gpu(index: int, handle: Any) -> Gpu | None:
     nodes = bits(query(pynvml.nvmlDeviceGetMemoryAffinity, handle, _MASK_WORDS, pynvml.NVML_AFFINITY_SCOPE_NODE))
     return Gpu(
         index=index,
-        uuid=_decoded(uuid),
-        name=_decoded(query(pynvml.nvmlDeviceGetName, handle) or "GPU"),
+        uuid=decoded(uuid),
+        name=decoded(query(pynvml.nvmlDeviceGetName, handle) or "GPU"),
         memory_total=getattr(memory, "total", 0),
         memory_used=getattr(memory, "used", 0),
         processes=tuple(GpuProcess(process_info(user.pid), user.usedGpuMemory) for user in users),
@@ -309,8 +309,8 @@ def _usage(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
         users = query(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
         yield GpuUsage(
             index=index,
-            uuid=_decoded(query(pynvml.nvmlDeviceGetUUID, handle)),
-            name=_decoded(query(pynvml.nvmlDeviceGetName, handle)),
+            uuid=decoded(query(pynvml.nvmlDeviceGetUUID, handle)),
+            name=decoded(query(pynvml.nvmlDeviceGetName, handle)),
             load=getattr(load, "gpu", None),
             memory_used=getattr(memory, "used", None),
             memory_total=getattr(memory, "total", None),
@@ -320,7 +320,8 @@ def _usage(pairs: tuple[tuple[int, Any], ...]) -> Iterator[GpuUsage]:
         )
 
 
-def _decoded(value: str | bytes | None) -> str:
+def decoded(value: str | bytes | None) -> str:
+    """A text from NVML; empty if the query has failed."""
     if isinstance(value, bytes):
         return value.decode()
     return value or ""
@@ -346,8 +347,9 @@ _LEVELS = {
     pynvml.NVML_TOPOLOGY_NODE: "NODE",
     pynvml.NVML_TOPOLOGY_SYSTEM: "SYS",
 }
-_Address = tuple[int, int, int]
-_SWITCH: _Address = (-1, -1, -1)
+Address = tuple[int, int, int]
+"""The PCI domain, bus and device of a GPU."""
+_SWITCH: Address = (-1, -1, -1)
 _TO_SWITCH = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
 
 
@@ -358,7 +360,7 @@ def links() -> Mapping[int, Mapping[int, str]]:
     """
     with handles() as pairs:
         cables = {index: _nvlinks(handle) for index, handle in pairs}
-        addresses = {index: _address(query(pynvml.nvmlDeviceGetPciInfo, handle)) for index, handle in pairs}
+        addresses = {index: pci_address(handle) for index, handle in pairs}
         table: dict[int, dict[int, str]] = {index: {} for index, _ in pairs}
         for one, handle in pairs:
             for other, neighbour in pairs:
@@ -373,9 +375,14 @@ def links() -> Mapping[int, Mapping[int, str]]:
         return table
 
 
-def _nvlinks(handle: Any) -> list[_Address | None]:
+def pci_address(handle: Any) -> Address | None:
+    """The PCI address of a GPU; None if NVML does not report it."""
+    return _address(query(pynvml.nvmlDeviceGetPciInfo, handle))
+
+
+def _nvlinks(handle: Any) -> list[Address | None]:
     """The other end of each NVLink of a GPU: the PCI address of another GPU, or `_SWITCH`, or None if not known."""
-    ends: list[_Address | None] = []
+    ends: list[Address | None] = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         active = query(pynvml.nvmlDeviceGetNvLinkState, handle, link)
         if active is None:  # the GPU has no link with this number
@@ -387,5 +394,5 @@ def _nvlinks(handle: Any) -> list[_Address | None]:
     return ends
 
 
-def _address(pci: Any) -> _Address | None:
+def _address(pci: Any) -> Address | None:
     return (pci.domain, pci.bus, pci.device) if pci else None

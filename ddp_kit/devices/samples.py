@@ -2,8 +2,9 @@
 
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
@@ -49,6 +50,31 @@ def machine_sampler() -> Iterator[Callable[[], Sample]]:
             }
 
         yield sample
+
+
+def record_samples(name: str, folders: Callable[[], Collection[Path]], ending: threading.Event) -> None:
+    """Once a second, until `ending` is set, add a sample to the file `name` in each of the folders of that time.
+
+    Sampling begins once there is a folder.
+    """
+    current: Collection[Path] = ()
+    while not current:
+        if ending.wait(SAMPLE_SECONDS):
+            return
+        current = folders()
+    files: dict[Path, SampleFile] = {}
+    with machine_sampler() as sample:
+        while not ending.wait(SAMPLE_SECONDS):
+            now = sample()
+            current = folders()
+            for folder in files.keys() - current:
+                files.pop(folder).close()
+            for folder in current:
+                if folder not in files:
+                    files[folder] = SampleFile(folder / name)
+                files[folder].add(now)
+    for file in files.values():
+        file.close()
 
 
 class SampleFile:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from enum import Enum, auto
 
-from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure, normalised
+from ddp_kit.launcher.verdict import Failure, Outcome, asks_for_another_run, first_failure, health_lines, normalised
 from ddp_kit.texts import plural
 
 # --- Restart policy ---------------------------------------------------------------------------------------------------
@@ -271,6 +271,8 @@ class Report:
     """The ranks that exited with code 0 before any rank failed on this node."""
     steps: Steps | None = None
     """The steps of all workers of the node, including stopped ones; None if no worker recorded steps."""
+    gpu_failure: Failure | None = None
+    """A fatal error of a GPU of the node, which may not be in `failures`: other ranks often fail first."""
 
 
 @dataclass(frozen=True)
@@ -369,8 +371,8 @@ class _Round:
     ended_well: set[int] = field(default_factory=set)
     steps: list[Steps] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    faulty: int | None = None
-    """The member on which a rank computes wrong gradients."""
+    faulty: dict[int, Failure] = field(default_factory=dict)
+    """The members on which a GPU has failed or a rank computes wrong gradients."""
     failing: bool = False
     for_new_node: bool = False
     """Whether the round is being stopped to admit a new node. Any failures are then caused by the stop."""
@@ -470,8 +472,9 @@ class Job:
         elif report.round == self._round.number:
             self._nodes[report.node] = replace(self._nodes[report.node], port=report.port)
             self._round.failures += report.failures
-            if any(failure.faulty for failure in report.failures):
-                self._round.faulty = report.node
+            faulty = next((failure for failure in report.failures if failure.faulty), report.gpu_failure)
+            if faulty is not None:
+                self._round.faulty[report.node] = faulty
             self._round.ended_well.update(report.ended_well)  # a node that is done reports again when it is stopped
             if report.steps is not None:
                 self._round.steps.append(report.steps)
@@ -545,12 +548,13 @@ class Job:
         if len(round_.down) < len(round_.present):
             return None
         self._restarts.round_ended(combined_steps(round_.steps), self._now - round_.began)
-        if round_.faulty is not None and round_.faulty != HOST and len(self._nodes) > self._limits.min_nodes:
-            # The next round starts without the node on which a rank computes wrong gradients.
-            failure = next(failure for failure in round_.failures if failure.faulty)
-            self._lose(round_.faulty, f"{self._nodes[round_.faulty].name} was excluded from the job: {failure}")
-            dismissed = Dismiss(round_.faulty, Outcome((failure,)))
-            return [dismissed, *self._start_round_after_loss(round_.why_lost)]
+        dismissed = []
+        for number, failure in round_.faulty.items():  # the next round starts without these nodes
+            if number in self._nodes and number != HOST and len(self._nodes) > self._limits.min_nodes:
+                self._lose(number, f"{self._nodes[number].name} was excluded from the job: {failure}")
+                dismissed.append(Dismiss(number, Outcome((failure,))))
+        if dismissed:
+            return [*dismissed, *self._start_round_after_loss(round_.why_lost)]
         if self._too_few():
             return self._wait_for_replacement()
         if round_.lost:
@@ -598,12 +602,13 @@ class Job:
         follows = self._restarts.round_failed(first)
         if isinstance(follows, GiveUp):
             return self._end(replace(outcome, note=follows.note))
-        why = f"{first}; {follows.description}"
+        delay = f" in {follows.wait:g} s" if follows.wait else ""
+        why = "\n  ".join([f"{first}; {follows.description}{delay}", *health_lines(first, failures)])
         if not follows.wait:
             return self._start_round(why)
         self._phase = _Phase.BACKOFF
         self._due = self._now + follows.wait
-        return [Pause(f"{why} in {follows.wait:g} s")]
+        return [Pause(why)]
 
     def _check_backoff(self) -> list[Order]:
         if self._too_few():

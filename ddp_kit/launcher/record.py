@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ddp_kit.devices.samples import SAMPLE_SECONDS, SampleFile, machine_sampler
+from ddp_kit.devices.samples import record_samples
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_DEFAULT, RECORD_NOTE, ROUND_FILE, noted_record_folders
+from ddp_kit.health.gpu_errors import GpuErrors
 from ddp_kit.launcher.output import open_log
 
 # --- Current round ----------------------------------------------------------------------------------------------------
@@ -84,14 +85,18 @@ class RoundFile:
 # Trainers that are training; if none is, that of the one that trained last. Format: docs/run-record.md.
 
 
-class RecordKeeper:
-    """Sampler of this machine's state. While an attempt runs, its thread adds samples to the run records."""
+_DRIVER_SECONDS = 5.0  # for the end of the thread, because the driver of a GPU that fails may not answer
 
-    def __init__(self, attempt_folder: Path, default_folder: Path | None, node: int) -> None:
+
+class RecordKeeper:
+    """Adds samples of this machine's state to the run records, and watches its GPUs, in a thread during an attempt."""
+
+    def __init__(self, attempt_folder: Path, default_folder: Path | None, node: int, gpu_errors: GpuErrors) -> None:
         """`default_folder`: the folder for the record if the Trainer has none; None: there is then no record."""
         self._attempt_folder = attempt_folder
         self._default_folder = default_folder
         self._node = node
+        self._gpu_errors = gpu_errors
         self._folders: list[Path] = []  # the folders of the records, once a Trainer has begun one
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="ddpkit-record", daemon=True)
@@ -112,7 +117,7 @@ class RecordKeeper:
     def stop(self) -> None:
         """Stop sampling and remove the files that `start` created. Call this after the workers have ended."""
         self._ending.set()
-        self._thread.join()
+        self._thread.join(_DRIVER_SECONDS)
         self._find()
         for name in (RECORD_NOTE, RECORD_DEFAULT):
             (self._attempt_folder / name).unlink(missing_ok=True)
@@ -129,23 +134,14 @@ class RecordKeeper:
         self._folders = noted_record_folders(self._attempt_folder) or self._folders
 
     def _sample(self) -> None:
-        while not self._folders:
-            if self._ending.wait(SAMPLE_SECONDS):
-                return
-            self._find()
-        files: dict[Path, SampleFile] = {}
-        with machine_sampler() as sample:
-            while not self._ending.wait(SAMPLE_SECONDS):
-                now = sample()
+        with self._gpu_errors.watched() as check_gpus:
+
+            def folders() -> list[Path]:
+                check_gpus()
                 self._find()  # another Trainer may have begun
-                for folder in files.keys() - self._folders:
-                    files.pop(folder).close()
-                for folder in self._folders:
-                    if folder not in files:
-                        files[folder] = SampleFile(folder / f"samples-{self._node}.jsonl")
-                    files[folder].add(now)
-        for file in files.values():
-            file.close()
+                return self._folders
+
+            record_samples(f"samples-{self._node}.jsonl", folders, self._ending)
 
 
 def _add(path: Path, line: Mapping[str, Any]) -> None:

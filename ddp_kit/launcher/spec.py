@@ -44,7 +44,7 @@ exit codes:
   {ExitCode.USAGE:<9d} the command line is invalid
   {ExitCode.LAUNCH_FAILED:<9d} the job could not be started
   {ExitCode.NODE_LOST:<9d} the job lost a node and could not continue without it
-  {ExitCode.FAULTY:<9d} a process computes wrong gradients (see verify_ranks="replay")
+  {ExitCode.FAULTY:<9d} a process computes wrong gradients (verify_ranks="replay"), or this node's GPU has failed
   {ExitCode.REQUEUE:<9d} the processes saved a checkpoint: run the same command again to continue
   {ExitCode.HUNG:<9d} a process hung and was killed (see --hang-timeout)
   other     the exit code of the process that failed first; 128 + signal number if a signal killed it

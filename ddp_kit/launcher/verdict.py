@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from ddp_kit.exit_codes import ExitCode
 
 _MAX_GROUPS = 3
 _MAX_LISTED_RANKS = 4
+_MAX_HEALTH_LINES = 3
 # Addresses, ports and source lines, which differ between ranks although the error is the same.
 _RANK_SPECIFIC = re.compile(r"\[[^\]]*\](:\d+)?\s*")
 # Process ids, memory addresses and other numbers, which differ between attempts although the error is the same.
@@ -55,6 +56,8 @@ class Failure:
     """Whether the other ranks have found that the worker computes wrong gradients. `exit_code` is then FAULTY."""
     others: tuple[str, ...] = ()
     """What the other ranks of the worker's node were doing when it failed, as lines of text."""
+    health: tuple[str, ...] = ()
+    """What the kernel and the GPUs' driver of the worker's node have reported, as lines of text."""
 
     @property
     def from_outside(self) -> bool:
@@ -202,6 +205,7 @@ def judge(outcome: Outcome, shown: Collection[int] = ()) -> Verdict:
     after = [failure for failure in outcome.failures if failure is not first]
     lines = [
         _headline(first, outcome.ended_well),
+        *health_lines(first, after),
         *first.others,
         *_grouped(after, first),
         outcome.note,
@@ -233,6 +237,13 @@ def _headline(first: Failure, ended_well: tuple[int, ...]) -> str:
             f"then rank {first.rank} failed: {first.described}"
         )
     return str(first)
+
+
+def health_lines(first: Failure, others: Sequence[Failure]) -> list[str]:
+    """The lines about the node of the first failure, and about other nodes, whose ranks then failed or were stopped."""
+    first_by_host = {failure.host: failure for failure in reversed(others) if failure.host != first.host}
+    of_others = [f"{host}: {line}" for host, failure in first_by_host.items() for line in failure.health]
+    return [*first.health, *of_others][:_MAX_HEALTH_LINES]
 
 
 def _grouped(failures: Iterable[Failure], first: Failure) -> list[str]:

@@ -29,7 +29,7 @@ LAUNCHER = [
     for row in (
         "clusters devices launcher.processes launcher.program launcher.wire launcher.diagnosis launcher.verdict "
         "launcher.function",
-        "launcher.spec launcher.job launcher.output",
+        "launcher.spec launcher.job launcher.output health",
         "launcher.rendezvous launcher.record launcher.warm",
         "launcher.plan",
         "launcher.agent",

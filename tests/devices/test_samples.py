@@ -14,6 +14,7 @@ import pytest
 from ddp_kit.devices import samples
 from ddp_kit.devices.gpus import GpuUsage
 from ddp_kit.devices.samples import SampleFile, combined
+from ddp_kit.health.gpu_errors import GpuErrors
 from ddp_kit.launcher import record
 from ddp_kit.launcher.record import RecordKeeper
 
@@ -55,7 +56,7 @@ def kept(folder: Path, seconds: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(samples, "psutil", psutil)
     monkeypatch.setattr(record, "noted_record_folders", lambda _: [folder])
     folder.mkdir(parents=True)
-    keeper = RecordKeeper(folder, None, 0)
+    keeper = RecordKeeper(folder, None, 0, GpuErrors({}, {}))
     keeper._thread.run()
     return folder / "samples-0.jsonl"
 

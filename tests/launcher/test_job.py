@@ -1,6 +1,7 @@
 """The course of a job, decided by a machine without clocks or sockets: every story can be told in numbers."""
 
 import signal
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -40,10 +41,8 @@ def failure_of(rank: int = 1, **changes: object) -> Failure:
     return Failure(**{"rank": rank, "local_rank": rank, "pid": 7, "exit_code": 1, "after": 1.0, **changes})  # type: ignore[arg-type]
 
 
-def report(
-    number: int, state: State, *failures: Failure, round: int = 0, port: int = 0, steps: Steps | None = None
-) -> Report:
-    return Report(number, round, state, failures, port or 200 + number, steps=steps)
+def report(number: int, state: State, *failures: Failure, round: int = 0, port: int = 0, **more: Any) -> Report:
+    return Report(number, round, state, failures, port or 200 + number, **more)
 
 
 def the_start(orders: list[Order]) -> StartRound:
@@ -99,6 +98,57 @@ def test_job_with_a_faulty_rank_on_a_node_that_it_needs_ends(limits: Limits, num
     outcome = the_end(machine.reported(report(number, State.FAILED, FAULTY), 1.1))
     assert judge(outcome).exit_code == ExitCode.FAULTY
     assert "not restarted: its device would compute wrong numbers again" in outcome.note
+
+
+XID = failure_of(3, exit_code=ExitCode.FAULTY, host="h1", message="GPU 1 has a fatal error: Xid 79")
+
+
+def test_job_excludes_a_node_with_a_failed_gpu_although_a_rank_of_another_node_failed_first() -> None:
+    machine, _ = job(TWO, node(0), node(1), node(2))
+    assert machine.reported(report(0, State.FAILED, failure_of(0)), 1.0) == [Stop(0)]
+    stopped = failure_of(3, exit_code=-signal.SIGTERM, terminated=True)
+    dismissal, start = machine.reported(report(1, State.STOPPED, stopped, gpu_failure=XID), 1.1)
+    assert isinstance(dismissal, Dismiss)
+    assert (dismissal.node, judge(dismissal.outcome).exit_code) == (1, ExitCode.FAULTY)
+    assert "GPU 1 has a fatal error: Xid 79" in judge(dismissal.outcome).text
+    assert isinstance(start, StartRound)
+    assert start.assignments.keys() == {0, 2}
+    assert "h1 was excluded from the job: rank 3 failed first" in start.why
+
+
+def test_job_excludes_all_nodes_with_failed_gpus_for_which_there_is_room() -> None:
+    machine, _ = job(Limits(min_nodes=2, max_nodes=4), *map(node, range(4)))
+    for number in range(3):
+        machine.reported(report(number, State.FAILED, failure_of(number), gpu_failure=XID), 1.0)
+    *dismissals, start = machine.reported(report(3, State.FAILED, failure_of(3), gpu_failure=XID), 1.1)
+    assert [order.node for order in dismissals if isinstance(order, Dismiss)] == [1, 2]
+    assert isinstance(start, StartRound)
+    assert start.assignments.keys() == {0, 3}
+
+
+@pytest.mark.parametrize(("nodes", "number"), [(2, 1), (3, 0)], ids=["no room", "host"])
+def test_job_restarts_on_a_node_with_a_failed_gpu_that_it_needs(nodes: int, number: int) -> None:
+    machine, _ = job(Limits(min_nodes=2, max_nodes=2, max_restarts=1), *map(node, range(nodes)))
+    for restarts in (0, 1):
+        machine.reported(report(1 - number, State.FAILED, failure_of(0, secondary=True), round=restarts), 1.0)
+        failed = report(number, State.FAILED, failure_of(2), round=restarts, gpu_failure=XID)
+        orders = machine.reported(failed, 1.1)
+        if not restarts:
+            assert the_start(orders).assignments.keys() == {0, 1}
+    assert judge(the_end(orders)).exit_code == 1
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_reason_for_a_restart_has_the_lines_of_the_kernel(delayed: bool) -> None:
+    machine, _ = job(Limits(max_restarts=3), node(0))
+    for number in range(1 + delayed):
+        failed = failure_of(
+            1, exit_code=-signal.SIGSEGV, message=str(number), health=("kernel, 0.1 s before: segfault",)
+        )
+        (order,) = machine.reported(report(0, State.FAILED, failed, round=number), float(number))
+    assert isinstance(order, Pause if delayed else StartRound)
+    restart = "restart 2 of 3 in 1 s" if delayed else "restart 1 of 3"
+    assert order.why.endswith(f"; {restart}\n  kernel, 0.1 s before: segfault")
 
 
 def test_job_numbers_ranks_through_nodes_and_roles() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher.verdict import Failure, Outcome, first_failure, judge, record, summary
+from ddp_kit.launcher.wire import from_json, to_json
 
 
 def failure(rank: int, exit_code: int, time: float, message: str = "", terminated: bool = False) -> Failure:
@@ -126,6 +127,24 @@ def test_verdict_record_names_the_first_failure() -> None:
         1,
         "killed by SIGSEGV",
     )
+
+
+def test_verdict_shows_what_the_kernel_has_reported_under_the_failure_also_on_other_nodes() -> None:
+    health = ("kernel, 0.8 s before: NVRM: Xid (PCI:0000:4f:00): 79 (rank 5's GPU)", "GPU 3: 2 uncorrected ECC errors")
+    outcome = Outcome((replace(failure(5, 1, 2.0, "NCCL error"), host="h", health=health),), note="not restarted")
+    lines = judge(outcome).text.splitlines()
+    assert lines[1:] == [f"  {line}" for line in (*health, "not restarted")]
+    assert judge(from_json(Outcome, json.loads(to_json(summary(outcome))))).text.splitlines() == lines
+    assert record(outcome)["first_failure"]["health"] == health
+
+
+def test_verdict_shows_what_was_reported_on_a_node_whose_ranks_were_only_stopped() -> None:
+    first = replace(failure(0, 1, 2.0, "NCCL error"), host="h0", health=("kernel, 0.1 s before: Link down",))
+    stopped = replace(failure(0, -signal.SIGTERM, 2.3, terminated=True), host="h1", health=("GPU 3: Xid 79", "a", "b"))
+    others = (stopped, replace(stopped, rank=1), replace(first, rank=2))
+    assert judge(Outcome((first, *others))).text.splitlines()[1:4] == [
+        "  kernel, 0.1 s before: Link down", "  h1: GPU 3: Xid 79", "  h1: a",
+    ]  # fmt: skip
 
 
 def test_verdict_of_a_hang_shows_where_the_other_ranks_were() -> None:

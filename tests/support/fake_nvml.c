@@ -6,6 +6,7 @@
      mig-mode               it is in MIG mode
      process PID BYTES      computes on it
      load PERCENT | node NUMBER | cpus HEX | nvlink GPU | nvlink switch | lost
+     xid NUMBER | ecc COUNT an error that the driver reports, once, where the file is read again; uncorrected errors
      level GPU GPU LEVEL    NVML's number for the way from one GPU to another
 
    What is not told of is not supported, as NVML says it. */
@@ -13,14 +14,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NO_DRIVER = 9, LOST = 15 };
+enum { OK, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NO_DRIVER = 9, TIMEOUT, LOST = 15 };
 enum { SWITCH = -1 };
 
 typedef struct unit {
     char uuid[128];
     unsigned long long total, used, cpus;
-    int load, node, mig_mode, lost, place;
-    unsigned processes, links, parts;
+    int load, node, mig_mode, lost, place, ecc;
+    unsigned processes, links, parts, xids;
+    int xid[8];
     struct { unsigned pid; unsigned long long memory; unsigned instance, compute; } process[64];
     int link[36];
     struct unit *part[8];
@@ -32,7 +34,7 @@ static int levels[64][64];
 
 static unit_t *fresh(unit_t *unit, FILE *file) {
     memset(unit, 0, sizeof *unit);
-    unit->load = unit->node = -1;
+    unit->load = unit->node = unit->ecc = -1;
     if (fscanf(file, "%127s %llu %llu", unit->uuid, &unit->total, &unit->used) != 3) abort();
     return unit;
 }
@@ -67,6 +69,8 @@ static void read_line(const char *word, FILE *file) {
     else if (!strcmp(word, "node")) unit->node = number(file);
     else if (!strcmp(word, "mig-mode")) gpu->mig_mode = 1;
     else if (!strcmp(word, "lost")) gpu->lost = 1;
+    else if (!strcmp(word, "ecc")) gpu->ecc = number(file);
+    else if (!strcmp(word, "xid")) gpu->xid[gpu->xids++] = number(file);
     else abort();
 }
 
@@ -165,8 +169,44 @@ int nvmlSystemGetCudaDriverVersion(int *version) {
     *version = getenv("FAKE_CUDA") ? atoi(getenv("FAKE_CUDA")) : 12080;
     return 0;
 }
-int nvmlDeviceGetTotalEccErrors(void *gpu, int kind, int since, unsigned long long *errors) {
-    if (!getenv("FAKE_ECC") || kind != 1 || since != 0) return 3; /* not supported; uncorrected ones, since the reset */
-    *errors = strtoull(getenv("FAKE_ECC"), NULL, 10);
-    return 0;
+int nvmlDeviceGetTotalEccErrors(unit_t *gpu, int kind, int since, unsigned long long *errors) {
+    nvmlInitWithFlags(0);
+    if (gpu->lost) return LOST;
+    if (kind != 1 || since != 0) return NOT_SUPPORTED; /* uncorrected ones, since the reset */
+    if (gpu->ecc < 0 && !getenv("FAKE_ECC")) return NOT_SUPPORTED;
+    *errors = gpu->ecc < 0 ? strtoull(getenv("FAKE_ECC"), NULL, 10) : gpu->ecc;
+    return OK;
 }
+
+/* Events: what has been in the file before is old. */
+typedef struct {
+    unit_t *gpu;
+    unsigned long long type, number;
+    unsigned instance, compute;
+} event_t;
+static unsigned delivered[64], registered[64];
+int nvmlEventSetCreate(void **set) {
+    nvmlInitWithFlags(0);
+    memset(registered, 0, sizeof registered);
+    for (unsigned place = 0; place < count; place++) delivered[place] = gpus[place].xids;
+    *set = delivered;
+    return OK;
+}
+int nvmlDeviceRegisterEvents(unit_t *gpu, unsigned long long types, void *set) {
+    (void)set;
+    registered[gpu->place] = types == 8; /* Xid */
+    return OK;
+}
+int nvmlEventSetWait_v2(void *set, event_t *event, unsigned milliseconds) {
+    (void)set;
+    (void)milliseconds;
+    nvmlInitWithFlags(0);
+    for (unsigned place = 0; place < count; place++)
+        if (registered[place] && delivered[place] < gpus[place].xids) {
+            event_t one = {&gpus[place], 8, gpus[place].xid[delivered[place]++], -1, -1};
+            *event = one;
+            return OK;
+        }
+    return TIMEOUT;
+}
+int nvmlEventSetFree(void *set) { (void)set; return OK; }

@@ -22,6 +22,7 @@ from ddp_kit.data import sampler
 from ddp_kit.data.sampler import Epochs, checksum
 from ddp_kit.distributed import consistency
 from ddp_kit.env import ERROR_FILE, RECORD_NOTE
+from ddp_kit.health.gpu_errors import GpuErrors
 from ddp_kit.launcher.record import RecordKeeper
 from ddp_kit.report.comparison import first_differences
 from ddp_kit.report.findings import state
@@ -180,7 +181,7 @@ def test_run_record_is_not_changed_by_another_trainer_of_the_process(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "attempt_0" / "0" / "error.json"))
     monkeypatch.setattr(run_record, "_numbers", count(1))
-    keeper = RecordKeeper(tmp_path / "attempt_0", tmp_path / "record", 0)
+    keeper = RecordKeeper(tmp_path / "attempt_0", tmp_path / "record", 0, GpuErrors({}, {}))
     keeper.start()
     runs: list[KeptRows] = []
 

@@ -221,7 +221,8 @@ class Agent:
         self._latest_reported = self._round
         self._store = None
         workers.record_end(Outcome(self._latest, restarts=workers.assignment.restarts))
-        self._report(state, self._latest, ended_well=workers.ended_well(), steps=workers.steps())
+        more = {"steps": workers.steps(), "gpu_failure": workers.health.gpu_failure()}
+        self._report(state, self._latest, ended_well=workers.ended_well(), **more)
 
     def _leave(self, item: StopSignal) -> None:
         """Leave the job after a stop signal.

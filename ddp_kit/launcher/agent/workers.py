@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ddp_kit.env import GRACE_FILE, MEMORY_FILE, RECORD_FOLDER, attempt_id
 from ddp_kit.errors import LaunchError, UsageError
+from ddp_kit.health.node import NodeHealth
 from ddp_kit.heartbeat import Heartbeat, Phase, read_heartbeat
 from ddp_kit.launcher import diagnosis, verdict
 from ddp_kit.launcher.agent import torchrun
@@ -84,13 +86,15 @@ class Workers:
             host,
             lambda: inbox.signals > 0,
         )
+        self._began = time.monotonic()
+        gpus = [worker.gpus for worker in plan.workers]
+        self.health = NodeHealth(self._began, host, assignment.first_rank, gpus, os.environ)
         self._failure_reader = FailureReader(
             assignment.first_rank, host, self.error_files, self._output, self.hang_monitor
         )
         self._processes: dict[int, Process | subprocess.Popen[bytes]] = {}
         self._endings = Endings(plan.shutdown_timeout)
         self._interrupted = False
-        self._began = time.monotonic()
         self._final_output: dict[int, FinalOutput] | None = None  # set after all workers have ended
         self.failures: tuple[Failure, ...] = ()
         """The workers that hung or had another exit code than 0, once all workers have ended.
@@ -118,7 +122,9 @@ class Workers:
             shutdown_timeout.touch(mode=0o600)
             shutdown_timeout.write_text(str(self._plan.shutdown_timeout))
             default_folder = folder.parent / RECORD_FOLDER if self._plan.logs.are_kept else None
-            self._record_keeper = RecordKeeper(folder, default_folder, self.assignment.group_rank)
+            self._record_keeper = RecordKeeper(
+                folder, default_folder, self.assignment.group_rank, self.health.gpu_errors
+            )
             self._record_keeper.start()
         if self._warm is None:
             self._start_children()
@@ -182,6 +188,7 @@ class Workers:
     def _note_start(self, local_rank: int, process: "Process | subprocess.Popen[bytes]") -> None:
         self._processes[local_rank] = process
         self._endings.started(local_rank, process.pid)
+        self.health.pids[self.assignment.first_rank + local_rank] = process.pid
 
     def _cores(self, local_rank: int) -> tuple[int, ...]:
         """The cores that --numa-binding selects, or else the cores near the worker's GPU."""
@@ -397,6 +404,7 @@ class Workers:
                 (self.folder / name).unlink(missing_ok=True)
         if self._record_keeper is not None:
             self._record_keeper.stop()
+        self.health.end()
         if self._round_file is not None:
             self._round_file.close()
         failed = self._endings.failed()
@@ -416,7 +424,8 @@ class Workers:
         for worker in failed:
             process = self._processes[worker.local_rank]
             server_lost = isinstance(process, Process) and process.lost
-            failures.append(self._failure_reader.read(worker, self.final_output(worker.local_rank), server_lost))
+            failure = self._failure_reader.read(worker, self.final_output(worker.local_rank), server_lost)
+            failures.append(replace(failure, health=self.health.lines(failure)))
         self.failures = tuple(failures)
 
     def _is_ending(self, local_rank: int) -> bool:
