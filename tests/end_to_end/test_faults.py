@@ -17,6 +17,8 @@ import psutil
 import pytest
 import torch
 
+from ddp_kit.health.kernel_log import KERNEL_LOG
+from ddp_kit.health.node import sees_kernel_pids
 from tests.support import launching
 from tests.support.job_processes import JobProcesses
 from tests.support.labels import unlabelled
@@ -306,6 +308,9 @@ def test_rank_killed_for_memory_is_reported_and_not_restarted_forever(little_mem
     assert "rank 1 failed first: out of memory, killed by SIGKILL" in run.stderr
     assert "not restarted again: the same failure occurred 6 times in a row" in run.stderr
     assert "hint: this machine, container or job is out of memory" in run.stderr
+    if os.access(KERNEL_LOG, os.R_OK) and sees_kernel_pids():
+        line = r"^  kernel, \d\.\d s before: .*Killed process \d+ .* \(rank 1\)$"
+        assert len(re.findall(line, run.stderr, re.MULTILINE)) == 6, run.stderr  # in the verdict, and at each restart
 
 
 @pytest.mark.parametrize(
