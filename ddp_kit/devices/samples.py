@@ -107,8 +107,7 @@ class SampleFile:
         self._samples.clear()
         with suppress(OSError):  # such as a full disk or a missing folder
             if not self._is_open():
-                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o600)
+                self._descriptor = _open_to_append(self._path)
                 self._size = os.fstat(self._descriptor).st_size
             assert self._descriptor is not None
             self._size += os.write(self._descriptor, line)
@@ -128,6 +127,20 @@ class SampleFile:
             with suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = None
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line. Errors, such as a full disk or a missing folder, are ignored: a record must not end a job."""
+    with suppress(OSError, ValueError):
+        descriptor = _open_to_append(path)
+        try:
+            os.write(descriptor, f"{json.dumps(line)}\n".encode())
+        finally:
+            os.close(descriptor)
+
+
+def _open_to_append(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def combined(samples: Sequence[Sample]) -> Sample:

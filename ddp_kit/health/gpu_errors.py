@@ -65,11 +65,11 @@ class GpuErrors:
                 return
             addresses = {index: pci_address(handle) for index, handle in pairs}
             index_of = {_pointer(handle): index for index, handle in pairs}
-            errors_before = {index: query(_uncorrected_errors, handle) for index, handle in pairs}
+            before = {index: query(_uncorrected_errors, handle) for index, handle in pairs}
             events = query(pynvml.nvmlEventSetCreate)
-            for _, handle in pairs:
-                query(pynvml.nvmlDeviceRegisterEvents, handle, pynvml.nvmlEventTypeXidCriticalError, events)
-
+            if events is not None:
+                for _, handle in pairs:
+                    query(pynvml.nvmlDeviceRegisterEvents, handle, pynvml.nvmlEventTypeXidCriticalError, events)
             latest = time.monotonic()  # time of the latest check
 
             def check() -> None:
@@ -92,9 +92,9 @@ class GpuErrors:
                     if error.value == pynvml.NVML_ERROR_GPU_IS_LOST:
                         self._add(index, "the driver has lost the GPU", FELL_OFF_THE_BUS)
                     continue
-                new = errors - (errors_before[index] or 0)
-                if new > 0:
-                    self._add(index, f"{plural(new, 'uncorrected ECC error')} since the start of the round")
+                if before[index] is not None and errors > before[index]:
+                    new = plural(errors - before[index], "uncorrected ECC error")
+                    self._add(index, f"{new} since the start of the round")
             query(pynvml.nvmlEventSetFree, events)
 
     def _rank_on(self, handle: Any) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ddp_kit.devices.samples import record_samples
+from ddp_kit.devices.samples import append_line, record_samples
 from ddp_kit.env import RECORD_ATTEMPTS, RECORD_DEFAULT, RECORD_NOTE, ROUND_FILE, noted_record_folders
 from ddp_kit.health.gpu_errors import GpuErrors
 from ddp_kit.launcher.output import open_log
@@ -127,7 +127,7 @@ class RecordKeeper:
         facts = {"node": self._node, "step": step, "exit_code": verdict["exit_code"], "text": verdict["text"]}
         line = {"event": "end", "attempt": attempt, "time": time.time(), **facts, "verdict": verdict}
         for folder in self._folders:
-            _add(folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
+            append_line(folder / RECORD_ATTEMPTS, line | {"stacks": stacks})
 
     def _find(self) -> None:
         """Look up the folders of the records, which exist once a Trainer has begun to train."""
@@ -142,13 +142,3 @@ class RecordKeeper:
                 return self._folders
 
             record_samples(f"samples-{self._node}.jsonl", folders, self._ending)
-
-
-def _add(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a line. Errors, such as a full disk or a missing folder, are ignored: a record must not end a job."""
-    with suppress(OSError, ValueError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(descriptor, f"{json.dumps(line)}\n".encode())
-        finally:
-            os.close(descriptor)
