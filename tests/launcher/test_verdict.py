@@ -141,7 +141,7 @@ def test_verdict_shows_what_the_kernel_has_reported_under_the_failure_also_on_ot
 def test_verdict_shows_what_was_reported_on_a_node_whose_ranks_were_only_stopped() -> None:
     first = replace(failure(0, 1, 2.0, "NCCL error"), host="h0", health=("kernel, 0.1 s before: Link down",))
     stopped = replace(failure(0, -signal.SIGTERM, 2.3, terminated=True), host="h1", health=("GPU 3: Xid 79", "a", "b"))
-    others = (stopped, replace(stopped, rank=1), replace(first, rank=2))
+    others = (stopped, replace(stopped, rank=1, health=("c",)), replace(first, rank=2))
     assert judge(Outcome((first, *others))).text.splitlines()[1:4] == [
         "  kernel, 0.1 s before: Link down", "  h1: GPU 3: Xid 79", "  h1: a",
     ]  # fmt: skip
