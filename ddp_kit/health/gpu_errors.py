@@ -79,7 +79,9 @@ class GpuErrors:
                         self.gpus[index] = RankGpu(rank, index, addresses[index])
                 while events is not None and (event := query(pynvml.nvmlEventSetWait_v2, events, 0)):
                     number = int(event.eventData)
-                    self._add(index_of.get(_pointer(event.device)), f"Xid {number}", number, latest)
+                    # The handle is that of the registration; a GPU that is lost may not tell its index.
+                    index = index_of.get(_pointer(event.device), query(pynvml.nvmlDeviceGetIndex, event.device))
+                    self._add(index, f"Xid {number}", number, latest)
                 latest = time.monotonic()
 
             check()
