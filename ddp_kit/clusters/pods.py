@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ddp_kit.clusters.engine import Engine
-from ddp_kit.clusters.request import AGAIN, COUNTED, NAME_LENGTH, PORT, SIGNALLED, JobPlace, Request, job_name, number
+from ddp_kit.clusters.request import AGAIN, NAME_LENGTH, PORT, SIGNALLED, JobPlace, Request, job_name, number
 from ddp_kit.env import GRACE, MASTER_ADDR, NODES_DEFAULT
 from ddp_kit.errors import UsageError
 
@@ -170,7 +170,7 @@ def job_spec(request: Request, env: Sequence[Mapping[str, Any]] = (), **pod: Any
         spec["activeDeadlineSeconds"] = request.seconds
     return {
         **spec,
-        "podFailurePolicy": {"rules": _failure_rules()},
+        "podFailurePolicy": {"rules": _failure_rules(request)},
         "template": {
             "spec": {
                 **pod,
@@ -183,7 +183,7 @@ def job_spec(request: Request, env: Sequence[Mapping[str, Any]] = (), **pod: Any
     }
 
 
-def _failure_rules() -> list[dict[str, Any]]:
+def _failure_rules(request: Request) -> list[dict[str, Any]]:
     """Rules of the pod failure policy. Kubernetes applies the first rule that matches."""
 
     def on_codes(action: str, operator: str, codes: Sequence[int]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _failure_rules() -> list[dict[str, Any]]:
     return [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         on_codes("Ignore", "In", AGAIN),
-        on_codes("Count", "In", [*COUNTED, *range(SIGNALLED, _CODES)]),
+        on_codes("Count", "In", [*request.counted, *range(SIGNALLED, _CODES)]),
         on_codes("FailJob", "NotIn", [0]),
     ]
 

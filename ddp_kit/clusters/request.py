@@ -165,6 +165,13 @@ class Request:
         return self.cpus or (self.gpus or 0) * _CPUS_PER_GPU or None
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """The exit codes of `COUNTED`; with spares, also that of an excluded node, without which the job continues."""
+        if not self.spares:
+            return COUNTED
+        return *COUNTED, int(ExitCode.FAULTY)
+
+    @property
     def launch(self) -> tuple[str, ...]:
         """The command that runs on each node."""
         return ("ddpkit", "launch", *self.words)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 
 from ddp_kit.clusters.engine import Engine
-from ddp_kit.clusters.request import AGAIN, COUNTED, SIGNALLED, JobPlace, Request, derived_port, number, optional_number
+from ddp_kit.clusters.request import AGAIN, SIGNALLED, JobPlace, Request, derived_port, number, optional_number
 from ddp_kit.env import END_TIME, MASTER_ADDR
 from ddp_kit.errors import UsageError
 
@@ -169,7 +169,7 @@ class Slurm(Engine):
             launch=launch,
             retries=request.retries,
             again="|".join(map(str, AGAIN)),
-            counted="|".join(map(str, COUNTED)),
+            counted="|".join(map(str, request.counted)),
             signalled=SIGNALLED,
         )
 

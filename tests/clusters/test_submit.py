@@ -204,6 +204,18 @@ def test_ssh_ignored_sighup_does_not_stop_the_job(tmp_path: Path) -> None:
         assert process.wait(seconds(60)) == 0
 
 
+def test_node_that_a_job_with_spares_has_excluded_does_not_end_the_job() -> None:
+    slurm = ("--on", "slurm", "--nodes", "3")
+    pods = ("--on", "kubernetes", "--nodes", "3", "--image", "x")
+    spares = ("--spares", "1", "train.py")
+    assert "    3|124|5) again_counted" in job_file(*slurm, *spares)
+    assert "--no-kill" in job_file(*slurm, *spares)
+    assert "    3|124) again_counted" in job_file(*slurm, "train.py")
+    assert "--no-kill" not in job_file(*slurm, "train.py")
+    assert "values: [3, 124, 5, 129," in job_file(*pods, *spares)
+    assert "values: [3, 124, 129," in job_file(*pods, "train.py")
+
+
 def test_spares_are_hosts_that_do_not_train() -> None:
     ssh = job_file("--on", "ssh", "--hosts", "a,b,c", "--spares", "1", "train.py")
     assert [f"--nnodes 2 --node-rank {rank} " in ssh for rank in range(4)] == [True, True, True, False]
