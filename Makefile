@@ -86,6 +86,7 @@ bench: $(ALL)    ## launch, failures, rendezvous, loop and checkpoints, against 
 	$(BIN)/python $(INSTALL) accelerate lightning transformers
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/faults.py
+	$(BIN)/python benchmarks/losses.py
 	$(BIN)/python benchmarks/nodes.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/checkpoint.py

@@ -10,7 +10,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(seconds(700))]
 
 
 @pytest.mark.parametrize(
-    "words", ["checkpoint.py --ways ddpkit", "launch.py", "published.py", "train.py --only mlp --peers by_hand,ddpkit"]
+    "words",
+    [
+        "checkpoint.py --ways ddpkit",
+        "launch.py",
+        "losses.py",
+        "published.py",
+        "train.py --only mlp --peers by_hand,ddpkit",
+    ],
 )
 def test_benchmark_runs_to_its_end(words: str) -> None:
     name, *flags = words.split()
