@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.hosts import Host, Tree, user_environment
@@ -94,7 +95,7 @@ def undisturbed(tmp_path: Path, ddpkit: Any) -> list[str]:
     return UNDISTURBED
 
 
-@pytest.mark.parametrize("how", ["killed", "cut off"])
+@pytest.mark.parametrize("how", ["killed", "cut off", "suspended"])
 @pytest.mark.parametrize("own_disks", [False, True], ids=["shared disk", "own disks"])
 def test_spare_takes_the_place_of_a_lost_host(
     hosts: Hosts, tmp_path: Path, undisturbed: list[str], own_disks: bool, how: str
@@ -106,12 +107,19 @@ def test_spare_takes_the_place_of_a_lost_host(
     assert name == "h2"
     job.start(h3)
     job.says("h3", "this node is a spare: it takes the place of a node that is lost")
+    lost = job.trees.pop("h2")
+    suspended = psutil.Process(lost.process.pid).children(recursive=True) if how == "suspended" else []
     if how == "cut off":
         h2.unplug()
-        assert job.trees.pop("h2").wait(SECONDS) != 0
-    else:
-        job.trees.pop("h2").die()
+        assert lost.wait(SECONDS) != 0
+    elif how == "killed":
+        lost.die()
+    for process in suspended:
+        process.suspend()
     assert job.ended() == [0, 0], job.said()
+    for process in suspended:
+        process.resume()
+    assert lost.wait(SECONDS) != 0
     assert ended_with(job.output) == undisturbed
     (resumed,) = job.resumed()
     assert resumed >= newest
