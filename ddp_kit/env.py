@@ -157,6 +157,8 @@ GRACE_FILE = "shutdown-timeout"  # in an attempt's folder: the seconds of --shut
 # In an attempt's folder: the path of the node's folder for copies of the state in memory, which all attempts share.
 MEMORY_FILE = "memory-folder"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108
+# Bytes that must be free there, so that DataLoader workers put batches into it. Docker's default is 64 MiB.
+LEAST_SHARED_MEMORY = 128 << 20
 ROUND_FILE = "ddpkit-round.json"  # in an attempt's folder while it runs: see launcher/record.py
 # The record of a run: see docs/run-record.md. Two files in an attempt's folder: RECORD_DEFAULT, from the launcher, has
 # the path for the record of a Trainer without a checkpoint folder; RECORD_NOTE, from the Trainers, has the paths of the

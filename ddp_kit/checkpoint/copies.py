@@ -31,7 +31,7 @@ from ddp_kit.checkpoint.series import CommonSteps, Series
 from ddp_kit.checkpoint.writer import cannot_write
 from ddp_kit.control_groups import available_memory
 from ddp_kit.distributed.world import World, largest
-from ddp_kit.env import SHARED_MEMORY, memory_folder, shutdown_timeout
+from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, memory_folder, shutdown_timeout
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.texts import size_text
@@ -94,7 +94,10 @@ class Copies:
         if self.series.is_first:
             self._problem = _too_little(self.series.folder, all_ranks)
         if self._goes_on():
-            self.series.saver.reserve(all_ranks)
+            try:
+                self.series.saver.reserve(all_ranks)
+            except CheckpointError as error:
+                self._note_failure(error)
 
     def save(self, step: int, begin: BeginSave, replicated: Replicated, *, skip: bool) -> None:
         """Make a copy. Errors are logged as warnings. `replicated`: as for `Saver.save`.
@@ -222,16 +225,21 @@ def _warn_of(error: CheckpointError) -> None:
 
 
 def _too_little(folder: Path, size: int) -> CheckpointError | None:
-    """The error if there is too little memory for copies of `size` bytes."""
+    """The error if there is too little memory for copies of `size` bytes. New copies replace those in `folder`."""
+    held = 0
+    with suppress(OSError):  # a writer of the attempt before is removing files
+        held = sum(path.stat().st_size for path in folder.glob("*/*"))
     status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
-    if free < _COPIES * size:
-        needed = math.ceil(_COPIES * size / 0.9 / 2**20)
+    free = status.f_bavail * status.f_frsize + held
+    needed = _COPIES * size
+    if free >= LEAST_SHARED_MEMORY:  # else, DataLoader workers send batches in another way
+        needed += LEAST_SHARED_MEMORY
+    if free < needed:
         return CheckpointError(
-            f"{SHARED_MEMORY} has {size_text(free)} free, {size_text(_COPIES * size)} are needed",
-            _MORE_SHARED_MEMORY.format(f"{needed}m"),
+            f"{SHARED_MEMORY} has {size_text(free)} free, {size_text(needed)} are needed",
+            _MORE_SHARED_MEMORY.format(f"{math.ceil(needed / 0.9 / 2**20)}m"),
         )
-    available = available_memory()
+    available = available_memory() + held
     if available < _IN_MEMORY * size:
         return CheckpointError(
             f"{size_text(available)} of memory are available, {size_text(_IN_MEMORY * size)} are needed",

@@ -34,8 +34,15 @@ class Target:
     """Whether this node is the only one, or the only one with this folder."""
 
     def note(self, copies: Path) -> None:
-        """Write this to the folder of the copies. Raises `OSError`."""
-        (copies / _TARGET).write_text(json.dumps(asdict(self)))
+        """Write this to the folder of the copies, unless it is there: the disk may be full by now. Raises `OSError`."""
+        file = copies / _TARGET
+        content = json.dumps(asdict(self))
+        with suppress(OSError):
+            if file.read_text() == content:
+                return
+        new = file.with_suffix(".new")
+        new.write_text(content)
+        new.replace(file)
 
 
 @dataclass(frozen=True)

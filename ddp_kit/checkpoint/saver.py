@@ -39,7 +39,7 @@ from ddp_kit.checkpoint.writer import (
     write,
 )
 from ddp_kit.env import CHECKPOINT_WRITER
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, advice_for
 from ddp_kit.log import logger
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import version_of
@@ -242,6 +242,10 @@ class WriterProcess:
                 pass_fds=[memory, theirs.fileno()],
                 start_new_session=True,
             )
+        except OSError:
+            self._socket.close()
+            self._stderr.close()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
@@ -254,7 +258,7 @@ class WriterProcess:
     @property
     def gone(self) -> bool:
         """Whether the process has ended."""
-        return not self._finish.alive
+        return self._process.poll() is not None
 
     @property
     def pid(self) -> int:
@@ -280,7 +284,7 @@ class WriterProcess:
                 if problem:
                     raise CheckpointError(**problem)  # type: ignore[arg-type]
             elif ended:
-                raise self._gone()
+                raise self.release()
             elif not wait:
                 return False
             else:
@@ -308,7 +312,8 @@ class WriterProcess:
                 self._socket.recv(1)  # drop the whole packet, the answer to an earlier task
         return None
 
-    def _gone(self) -> CheckpointError:
+    def release(self) -> CheckpointError:
+        """Release what a process that is gone has used, and return the error for the checkpoint that it was writing."""
         self._task = None
         self._finish.detach()
         code = self._process.wait()
@@ -500,7 +505,8 @@ class Saver:
             self._copying = _Copying(later, task)
         else:
             writer.start(task)
-            self.check()  # a `BlockingWriter` has written it
+            if not self._background:
+                self.check()  # it has been written
 
     def wait_for_copy(self) -> None:
         """Wait until the whole state is copied. Raises `CheckpointError` if the state changed during the copy."""
@@ -565,8 +571,20 @@ class Saver:
         if not self._free_memory.alive:
             self._buffer = SharedBuffer()
             self._free_memory = weakref.finalize(self, self._buffer.close)
-        if self._writer is None:
-            self._writer = WriterProcess(self._buffer.descriptor) if self._background else BlockingWriter(self._buffer)
+        if isinstance(self._writer, WriterProcess) and self._writer.gone:  # since the last save
+            logger.warning("{}; a new one is started", self._writer.release().message)
+            self._writer = None
+        if self._writer is None and not self._background:
+            self._writer = BlockingWriter(self._buffer)
+        elif self._writer is None:
+            try:
+                self._writer = WriterProcess(self._buffer.descriptor)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the process that writes checkpoints cannot be started: {error.strerror}",
+                    advice_for(error, "raise the limits on processes and open files of this job (`ulimit -u -n`)"),
+                    transient=True,
+                ) from None
         return self._writer
 
     def __enter__(self) -> Self:

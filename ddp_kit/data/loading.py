@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -21,6 +20,7 @@ from ddp_kit.config.settings import DataConfig
 from ddp_kit.data.collate import Collate, identity_collate, stop_iteration_error
 from ddp_kit.data.source import DatasetEpoch
 from ddp_kit.distributed.world import World, mixed_seed, random_states_kept, seed_generators
+from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY
 from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.texts import some
@@ -210,8 +210,6 @@ def expose_user_dataset(then: Callable[[int], None] | None, number: int) -> None
 # Where torch's own way cannot work: it needs shared memory, and Unix sockets in the folder for temporary files.
 
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where torch's DataLoader workers put their batches
-_LEAST_SHARED_MEMORY = 128 << 20  # Docker's default is 64 MiB
 _SOCKET_PATH_BYTES = 108 if sys.platform == "linux" else 104  # the size of sun_path, with a final zero byte
 
 
@@ -242,17 +240,17 @@ def _long_temporary_folder() -> bool:
 def _little_shared_memory() -> bool:
     """Whether there is too little shared memory for DataLoader workers; logs a warning once."""
     try:
-        free = shutil.disk_usage(_SHARED_MEMORY).free
+        free = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:  # not Linux
         return False
-    if free < _LEAST_SHARED_MEMORY:
+    if free < LEAST_SHARED_MEMORY:
         logger.warning(
             "{} has only {:.0f} MiB free: DataLoader workers send batches through pipes instead, which is slower; "
             "start the container with --shm-size=8g or --ipc=host",
-            _SHARED_MEMORY,
+            SHARED_MEMORY,
             free / 2**20,
         )
-    return free < _LEAST_SHARED_MEMORY
+    return free < LEAST_SHARED_MEMORY
 
 
 @dataclass(frozen=True)

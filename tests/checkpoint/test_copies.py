@@ -18,7 +18,7 @@ from ddp_kit import Trainer, TrainerConfig
 from ddp_kit.checkpoint import copies as copies_module
 from ddp_kit.checkpoint.copies import Copies, Pace, open_copies
 from ddp_kit.checkpoint.ending import Target
-from ddp_kit.checkpoint.saver import Saver
+from ddp_kit.checkpoint.saver import Saver, WriterProcess
 from ddp_kit.checkpoint.series import Series
 from ddp_kit.distributed.world import World
 from ddp_kit.errors import CheckpointError
@@ -82,7 +82,7 @@ def test_trainers_that_train_in_turn_have_no_copies(tmp_path: Path, monkeypatch:
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             lambda model, batch: model(batch[0]).mean(),
-            TrainerConfig(max_steps=100, global_batch_size=1, checkpoint=settings),
+            TrainerConfig(max_steps=100_000, global_batch_size=1, checkpoint=settings),
         )
         copies = trainer._run.checkpoints.copies
         assert copies is not None
@@ -100,10 +100,9 @@ def test_trainers_that_train_in_turn_have_no_copies(tmp_path: Path, monkeypatch:
     del first_steps, second_steps
     gc.collect()
     third, third_steps = steps("third")
-    for _ in range(60):
+    while (newest_of(third) or [0])[0] <= 5:
         next(third_steps)
         time.sleep(0.001)
-    assert newest_of(third)[0] > 5
 
 
 def test_folders_of_two_runs_differ(tmp_path: Path) -> None:
@@ -143,6 +142,22 @@ def test_transient_error_is_logged_once_and_the_next_copy_is_later(
     assert copies.common_steps().steps == [2]
 
 
+def test_error_of_the_writer_is_logged_once(copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(writer: Any, *, wait: bool) -> bool:
+        if writer._task is None:
+            return True
+        writer._task = None
+        raise CheckpointError("there is no space", "make some", transient=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriterProcess, "finished", full)
+        for step in range(3):
+            copy(copies, step)
+            copies.after_step()
+    assert said == ["no copy of the state in memory could be made: there is no space; this is tried again"]
+    assert not copies.is_due(time.monotonic() + 4 * SECONDS)
+
+
 def test_other_error_ends_the_copies_with_one_warning(
     copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +187,36 @@ def test_killed_writer_costs_one_copy(copies: Copies, said: list[str]) -> None:
     assert len(said) <= 1, "the writer may have finished before"
 
 
+def test_writer_that_is_killed_between_copies_costs_none(copies: Copies, said: list[str]) -> None:
+    copy(copies, 1)
+    copies.after_step()
+    copies._note_end(wait=True)
+    writer: Any = copies.series.saver._writer
+    os.kill(writer.pid, 9)
+    os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+    copy(copies, 2)
+    copies.release()
+    assert copies.steps()[0] == 2
+    assert said == ["the process that writes checkpoints has ended (killed by SIGKILL); a new one is started"]
+
+
+def test_writer_that_cannot_be_started_is_a_warning(
+    copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ddp_kit.checkpoint.saver.subprocess.Popen", refuse)
+        copies.reserve(10, shards=False)
+        copy(copies, 1)
+    (warning,) = said
+    assert "cannot be started: Resource temporarily unavailable; this is tried again" in warning
+    copy(copies, 2)
+    copies.release()
+    assert copies.steps() == [2]
+
+
 @pytest.mark.parametrize(
     ("free", "available", "warning"),
     [
@@ -190,6 +235,32 @@ def test_copies_need_twice_their_size_in_dev_shm_and_three_times_in_memory(
     assert copies.is_due(time.monotonic() + 1) == (not warning)
     if warning:
         assert re.search(warning, said[0])
+
+
+def test_copies_of_the_attempt_before_are_no_lack_of_memory(
+    copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        (copies.series.folder / f"step-{step}").mkdir()
+        (copies.series.folder / f"step-{step}/model").write_bytes(bytes(10_000))
+    status = os.statvfs_result((1, 1, 100, 100, 100, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _path: status)
+    monkeypatch.setattr(copies_module, "available_memory", lambda: 10_000)
+    copies.reserve(10_000, shards=False)
+    assert said == []
+    copies.reserve(30_000, shards=False)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(("free", "warns"), [(127, False), (130, True), (400, False)])
+def test_copies_leave_shared_memory_for_dataloader_workers(
+    free: int, warns: bool, copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.statvfs_result((1, 1, free << 20, free << 20, free << 20, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _path: status)
+    monkeypatch.setattr(copies_module, "available_memory", lambda: 10**12)
+    copies.reserve(60 << 20, shards=False)
+    assert bool(said) == warns
 
 
 def test_there_are_no_copies_without_the_launcher(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The newest copy in memory is saved on disk when a job has ended badly."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_folder_of_another_run_is_left_alone(
     told = f"the state after step 8 was not saved: another run uses {tmp_path / 'run'}"
     assert message == (told if alone else "")
     assert steps(tmp_path / "run") == []
+
+
+def test_target_that_is_noted_needs_no_space_after_a_restart(copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = ending.target_of(copies)
+    monkeypatch.setattr(Path, "write_text", full)
+    before.note(copies)
+    with pytest.raises(OSError, match="No space"):
+        Target("/other", 2, auto=True, alone=True).note(copies)
+    assert ending.target_of(copies) == before
 
 
 def test_error_is_told(copies: Path, tmp_path: Path) -> None:
