@@ -7,31 +7,39 @@ this machine whether it is still used: a server that is killed together with its
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_kit.env import PACKAGE_FOLDER, child_code
+from ddp_kit.env import PACKAGE_FOLDER, SHARED_MEMORY, child_code
 
+_MODE = stat.S_IFDIR | 0o700  # of a folder that `mkdtemp` has made
 _LOCKED_AFTER = 60.0  # seconds in which a new folder is certain to be locked
 
 
-def claim(folder: str) -> int:
-    """Lock a new folder, and remove the folders next to it whose processes are gone.
+def claim(folder: str) -> list[int]:
+    """Lock a folder if it is in memory, and remove the folders next to it whose processes are gone.
 
-    Returns the descriptor of the lock, which is released when this process ends. Raises `OSError`.
+    Returns the descriptors to keep open: the lock is released when this process ends.
     """
-    prefix, _, _ = os.path.basename(folder).rpartition("-")  # noqa: PTH119
-    for other in Path(folder).parent.glob(f"{prefix}-*"):
+    own = Path(folder)
+    if own.parent != Path(SHARED_MEMORY):
+        return []
+    prefix, _, random = own.name.rpartition("-")
+    for other in own.parent.glob(f"{prefix}-{'?' * len(random)}"):
         with suppress(OSError):
-            status = other.stat()
+            status = other.lstat()
             is_new = time.time() - status.st_mtime < _LOCKED_AFTER
-            if other != Path(folder) and status.st_uid == os.getuid() and not is_new:
+            is_ours = status.st_uid == os.getuid() and status.st_mode == _MODE  # not a folder that the user has made
+            if other != own and is_ours and not is_new:
                 os.close(_lock(other))
                 shutil.rmtree(other, ignore_errors=True)
-    return _lock(Path(folder))
+    with suppress(OSError):
+        return [_lock(own)]
+    return []
 
 
 def _lock(folder: Path) -> int:

@@ -148,6 +148,7 @@ class Workers:
 
     def _start_warm(self, warm: WarmServer) -> None:
         """Let the warm server start the workers. A stop signal may end the wait for it; there are then no workers."""
+        warm.open_again()
         while warm.imports:
             wait_readable([warm], _SIGNAL_CHECK_SECONDS)
             warm.pump()

@@ -83,7 +83,8 @@ class WarmServer:
             self._connect(ours)
         self._workers: dict[int, Process] = {}
         self._count = 0
-        self._import: Import | None = None  # the request that has not been answered yet
+        self._import: Import | None = None  # the latest request
+        self._imports = False  # whether it has not been answered yet
         self._on_unfit: Callable[[str, str], None] = lambda *_: None
         self._has_started = False
         self._print_message = print_message
@@ -123,7 +124,7 @@ class WarmServer:
     @property
     def imports(self) -> bool:
         """Whether the server is still importing what the workers need. No worker can be started until then."""
-        return self._import is not None
+        return self._imports
 
     def import_for(self, request: Import, on_unfit: Callable[[str, str], None]) -> None:
         """Ask the server to import what the workers will import. The caller must then call `pump` while it `imports`.
@@ -131,9 +132,14 @@ class WarmServer:
         `on_unfit`: a function that is called with a package that cannot be imported this way, and the reason.
         """
         if not self.gone:
-            self._import = request
             self._on_unfit = on_unfit
-            self._send(request)
+            self._ask_for(request)
+
+    def open_again(self) -> None:
+        """Start the server again if it was killed. The caller must then call `pump` while it `imports`."""
+        if self.gone:
+            self.gone = False
+            self._reopen(self._import)
 
     def keep(self, request: Keep) -> None:
         """Ask the server to fork the kept process for the next launches."""
@@ -267,32 +273,37 @@ class WarmServer:
         except ClosedError:
             self._lose()
 
+    def _ask_for(self, request: Import) -> None:
+        self._import = request
+        self._imports = True
+        self._send(request)
+
     def _end_import(self, done: ImportDone) -> None:
         request = self._import
         assert request is not None
-        self._import = None
+        self._imports = False
         if done.unfit:
             self._on_unfit(done.unfit, done.reason)
             self._reopen(replace(request, unfit=(*request.unfit, done.unfit)))
         elif done.again:
             self._reopen(request)
 
-    def _reopen(self, request: Import) -> None:
+    def _reopen(self, request: Import | None) -> None:
         """Start the process again, after an import that it must not have made, and ask it for the imports before."""
         self._channel.close()
         self._process.wait()
         _end_leftovers()
         self._open()
-        self._import = request
-        self._send(request)
+        if request is not None:
+            self._ask_for(request)
 
     def _lose(self) -> None:
         """Handle the death of the server and all workers. Their child processes are now children of this process."""
         request = self._import
-        self._import = None
-        if request is not None and request.packages != ():  # an import may have crashed: the workers will show it
-            self._reopen(replace(request, packages=()))
+        if self._imports and request is not None and request.packages != ():
+            self._reopen(replace(request, packages=()))  # an import may have crashed: the workers will show it
             return
+        self._imports = False
         self.gone = True
         self._process.wait()
         _end_leftovers()

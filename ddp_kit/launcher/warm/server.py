@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from ddp_kit import memory_folder
-from ddp_kit.env import IMPORT_TIME_VARIABLES, SHARED_MEMORY, START_TIME_VARIABLES, THREADS
+from ddp_kit.env import IMPORT_TIME_VARIABLES, START_TIME_VARIABLES, THREADS
 from ddp_kit.launcher.processes import (
     Child,
     adopt_orphans,
@@ -242,6 +242,8 @@ class _Server:
         self._left_saving: set[int] = set()  # pids of the checkpoint writers that the latest `Clear` did not end
         self._failed = False  # whether a worker of the latest round has
         self._folders = [*filter(None, folder.split(os.pathsep))]
+        for each in self._folders:
+            inherited.descriptors.extend(memory_folder.claim(each))
 
     def serve(self) -> tuple[Program | Keep, ModuleType]:
         """Start workers, and report when they end.
@@ -272,8 +274,7 @@ class _Server:
                         with suppress(OSError):
                             folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
                             self._folders.append(folder)
-                            if parent == SHARED_MEMORY:
-                                self._inherited.descriptors.append(memory_folder.claim(folder))
+                            self._inherited.descriptors.extend(memory_folder.claim(folder))
                         self._send(FolderMade(folder))
 
     def _receive(self) -> None:
