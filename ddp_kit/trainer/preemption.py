@@ -199,6 +199,7 @@ class Preemption:
             self._compare_with_grace(self._checkpoints.save_seconds, self._grace)
         if self._folder is None or (finished and not position.evaluation_pending):
             return
+        self._requests.saves = not position.evaluation_pending
         request = self._consensus.end_step()
         if position.evaluation_pending:  # a rank has requested a stop, which interrupted the evaluation
             while self._consensus.running and (request is None or request.purpose is not Purpose.STOP):
