@@ -38,16 +38,26 @@ PLACEMENTS = {
     "trainable_only": Placement(2, {}, {"checkpoint": {"trainable_only": True}}),
     "blocking saves": Placement(2, {}, {"checkpoint": {"save": "blocking"}}),
     "overlapped saves": Placement(2, {}, {"checkpoint": {"save": "overlapped"}}),
+    "device map": Placement(1, {"device_map": {"": 0, "3": 1}}),
+    "several updates": Placement(2, {}, {"kind": "updates"}),
+    "stateful stream": Placement(2, {}, {"kind": "stateful stream"}),
+    "DataLoader workers": Placement(2, {}, {"data": {"num_workers": 1}}),
+    "fp16": Placement(2, {}, {"precision": "fp16"}),
 }
-FAULTS = ("SIGKILL", "SIGSEGV", "exception", "exit", "SIGSTOP", "SIGKILL on all ranks", "SIGKILL twice")
+FAULTS = ("SIGKILL", "SIGSEGV", "exception", "exit", "SIGSTOP", "SIGKILL on all ranks", "SIGKILL twice", "server")
 MOMENTS = (
-    *("forward", "gradient hook", "before optimizer.step", "after optimizer.step", "callback", "evaluation"),
-    *("disk save", "copy before the gather", "copy after the gather", "copy being written", "resume", "first steps"),
+    *("forward", "gradient hook", "before optimizer.step", "in optimizer.step", "after optimizer.step", "callback"),
+    *("evaluation", "disk save", "copy before the gather", "copy after the gather", "copy being written", "resume"),
+    "first steps",
 )
 CELLS = sorted(
     {("SIGKILL", placement, moment) for placement in PLACEMENTS for moment in ("callback", "copy being written")}
     | {(fault, placement, "callback") for fault in FAULTS for placement in ("ddp", "fsdp")}
     | {("SIGKILL", placement, moment) for placement in ("ddp", "zero1") for moment in MOMENTS}
+    | {("SIGKILL on two ranks", placement, "callback") for placement in ("ddp at 4 ranks", "hsdp")}
+    | {("SIGKILL", "zero1", "all-gather"), ("SIGKILL", "fsdp", "in optimizer.step")}
+    | {("writer then SIGKILL", placement, "callback") for placement in ("one rank", "fsdp")}
+    | {("writer at work then SIGKILL", "one rank", "callback")}
 )
 
 

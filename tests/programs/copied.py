@@ -2,7 +2,8 @@
 
 copied.py FOLDER PARALLEL SETTINGS FAULT MOMENT
 
-PARALLEL, SETTINGS: as JSON, for the configuration. FAULT: a name in FAULTS, or "". MOMENT: a name in MOMENTS.
+PARALLEL, SETTINGS: as JSON, for the configuration; "kind" in SETTINGS: "updates" or "stateful stream". FAULT: see
+`Fault`, or "". MOMENT: a name in MOMENTS.
 """
 
 import ctypes
@@ -12,19 +13,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from toys import Noisy, digest_of
 
-from ddp_kit import EMA, Callback, Trainer, TrainerConfig
+from ddp_kit import EMA, Callback, Trainer, TrainerConfig, Update
 from ddp_kit.checkpoint import copies
 from ddp_kit.checkpoint.format import checkpoints
 from ddp_kit.checkpoint.manager import Checkpoints
+from ddp_kit.parallel import zero1
 
 RANK = int(os.environ.get("RANK", "0"))
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
@@ -34,26 +39,80 @@ LATEST = 100  # by then, there is a copy
 DISK_SAVE = 30
 
 
-def crash() -> None:
+def crash(_: Any) -> None:
     ctypes.string_at(0)
 
 
-def fail() -> None:
+def fail(_: Any) -> None:
     raise RuntimeError("a fault")
 
 
-FAULTS: dict[str, Callable[[], object]] = {
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+def fill_memory(_: Any) -> None:
+    blocks = []
+    while True:
+        blocks.append(bytearray(b"x") * (16 << 20))
+
+
+def damage_copies(copies: Any, number: int) -> None:
+    """Change a byte of the newest copies, then end."""
+    copies.saver.finished(wait=True)
+    for found in [found for found in checkpoints(copies.folder) if found.whole][:number]:
+        with (found.path / "model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS: dict[str, Callable[[Any], object]] = {
+    "SIGKILL": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "SIGSEGV": crash,
     "exception": fail,
-    "exit": lambda: os._exit(3),
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "launcher": lambda: os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL),
-    "server": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "exit": lambda _: os._exit(3),
+    "SIGSTOP": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "memory": fill_memory,
+    "damage": lambda copies: damage_copies(copies, 1),
+    "damages": lambda copies: damage_copies(copies, 2),
+    "launcher": lambda _: os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGKILL),
+    "server": lambda _: os.kill(os.getppid(), signal.SIGKILL),
 }
+
+
+def kill_writer(copies: Any) -> None:
+    """Kill the process with which this rank writes the copies."""
+    os.kill(copies.saver._writer.pid, signal.SIGKILL)
+
+
+def kill_writer_at_work(copies: Any) -> Any:
+    """The same, while it writes; returns itself if it does not."""
+    if copies.saver.finished(wait=False):
+        return kill_writer_at_work
+    return kill_writer(copies)
+
+
+def fill_shared_memory(_: Any) -> None:
+    """Take all space in /dev/shm, also what is freed later."""
+
+    def fill() -> None:
+        with open("/dev/shm/other", "ab", buffering=0) as file:  # noqa: PTH123
+            while True:
+                with suppress(OSError):
+                    file.write(bytes(4096))
+
+    Thread(target=fill, daemon=True).start()
+
+
+EARLIER: dict[str, Callable[[Any], Any]] = {
+    "writer": kill_writer,
+    "writer at work": kill_writer_at_work,
+    "full": fill_shared_memory,
+}
+"""Faults that training survives. The next fault strikes as soon as there is a newer copy."""
 MOMENTS = (
-    *("forward", "gradient hook", "before optimizer.step", "after optimizer.step", "callback", "evaluation"),
-    *("disk save", "copy before the gather", "copy after the gather", "copy being written", "resume", "first steps"),
+    *("forward", "gradient hook", "before optimizer.step", "in optimizer.step", "all-gather", "after optimizer.step"),
+    *("callback", "evaluation", "disk save", "copy before the gather", "copy after the gather", "copy being written"),
+    *("resume", "first steps"),
 )
 
 
@@ -63,14 +122,19 @@ class Fault:
     def __init__(self, kind: str, moment: str, folder: str) -> None:
         """`folder`: a file beside it notes the newest copy at each strike.
 
-        `kind`: a name in FAULTS, which may be followed by "on all ranks", or by "twice".
+        `kind`: a name in FAULTS, which may be followed by "on all ranks", by "on two ranks", or by "twice"; and which
+        may follow a name in EARLIER and "then".
         """
         self.folder = folder
-        self.kind, _, extent = kind.partition(" ")
+        earlier, _, fault = kind.rpartition(" then ")
+        self.kind, _, extent = fault.partition(" ")
+        self.earlier = EARLIER[earlier] if earlier and ATTEMPT == 0 else None
+        self.newest_before = 0  # at the earlier fault
         self.moments = {0: moment, 1: moment} if extent == "twice" else {0: moment}
         if moment == "resume":
             self.moments = {0: "callback", 1: "resume"}
-        self.concerns = RANK == RANKS - 1 or extent == "on all ranks"
+        ranks = {"on all ranks": RANKS, "on two ranks": 2}.get(extent, 1)
+        self.concerns = RANKS - ranks <= RANK
         self.trainer: Trainer | None = None
 
     def at(self, moment: str) -> None:
@@ -78,15 +142,20 @@ class Fault:
         if not self.kind or moment != self.moments.get(ATTEMPT) or not self.concerns:
             return
         step = newest = 0
+        copies: Any = None
         if self.trainer is not None:  # else, it is being created
             step = self.trainer.step
-            own: Any = self.trainer._run.checkpoints.copies
-            newest = max((found.step for found in checkpoints(own.series.folder) if found.whole), default=0)
-        is_ready = 5 <= newest < step or step > LATEST
-        if is_ready or moment in ("first steps", "resume", "disk save"):
+            run: Any = self.trainer._run
+            copies = run.checkpoints.copies.series
+            newest = max((found.step for found in checkpoints(copies.folder) if found.whole), default=0)
+        is_ready = max(4, self.newest_before) < newest < step or step > LATEST
+        if is_ready and self.earlier is not None:
+            self.newest_before = newest
+            self.earlier = self.earlier(copies)
+        elif is_ready or moment in ("first steps", "resume", "disk save"):
             with Path(f"{self.folder}.struck").open("a") as file:  # a launcher that is killed prints no more
                 file.write(f"{newest}\n")
-            FAULTS[self.kind]()
+            FAULTS[self.kind](copies)
             time.sleep(60)  # until the kill of another process ends this one
 
 
@@ -101,6 +170,36 @@ class Strikes(Callback):
             self.fault.at("first steps")
         self.fault.at("callback")
         time.sleep(0.005)
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """This rank's samples."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(RANK, 96, RANKS):
+            x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+            yield x, x.sum(0, keepdim=True)
+
+
+class Stateful(DataLoader[Any]):
+    """Continues where it was, as torchdata's StatefulDataLoader does."""
+
+    begin = 0
+    yielded = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        begin = self.begin
+        self.begin = self.yielded = 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= begin:
+                self.yielded = number + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = self.yielded = state["yielded"]
 
 
 def before(owner: Any, name: str, act: Callable[[], None], after: bool = False) -> None:
@@ -142,6 +241,18 @@ def main(folder: str, parallel: str, settings: str, kind: str, moment: str) -> N
             fault.at("after optimizer.step")
             return result
 
+        def _init_group(self, group: Any, *arguments: Any) -> Any:
+            if group is self.param_groups[-1]:  # all others are updated
+                fault.at("in optimizer.step")
+            return super()._init_group(group, *arguments)
+
+    def optimizer(parameters: Any) -> Adam:
+        first, *rest = parameters
+        return Adam([{"params": [first]}, {"params": rest, "lr": 0.005}], lr=0.01)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
     def loaded(self: Checkpoints, *arguments: Any, **options: Any) -> None:
         fault.at("resume")
         load(self, *arguments, **options)
@@ -149,35 +260,43 @@ def main(folder: str, parallel: str, settings: str, kind: str, moment: str) -> N
     load = Checkpoints._load_parts
     Checkpoints._load_parts = loaded  # type: ignore[method-assign]
     config: dict[str, Any] = json.loads(settings)
+    kind_of_run = config.pop("kind", "")
     checkpoint = {"dir": folder, "memory_seconds": 0.05, **config.pop("checkpoint", {})}
     if moment == "disk save":
         checkpoint["every_steps"] = DISK_SAVE
+    if kind_of_run != "stateful stream":
+        config["global_batch_size"] = 12
     ema = EMA(0.9)
-    trainer = Trainer(
-        model,
-        lambda parameters: Adam(parameters, lr=0.01),
-        loss,
-        TrainerConfig(
+    named: dict[str, Any] = {
+        "config": TrainerConfig(
             max_steps=STEPS,
-            global_batch_size=12,
             max_grad_norm=0.5,
             parallel=json.loads(parallel),
             checkpoint=checkpoint,
             eval_every_steps=10,
             **config,
         ),
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS),
-        callbacks=[ema, Strikes(fault)],
-    )
+        "callbacks": [ema, Strikes(fault)],
+    }
+    if kind_of_run == "updates":
+        updates = [
+            Update("first", loss, optimizer(model[:3].parameters()), scheduler),
+            Update("last", loss, optimizer(model[3].parameters()), scheduler, every=2),
+        ]
+        trainer = Trainer(model, updates=updates, **named)
+    else:
+        trainer = Trainer(model, optimizer, loss, scheduler=scheduler, **named)
     fault.trainer = trainer
     saved: Any = trainer._run.checkpoints
+    before(zero1, "gather_ranges", lambda: fault.at("all-gather"))
     if saved.copies is not None:
         print(f"copies in {saved.copies.series.folder}\n", end="", flush=True)
         before(saved._disk.saver, "save", lambda: fault.at("disk save"), after=True)
         before(saved.copies.series, "begin", lambda: fault.at("copy before the gather"))
         before(saved.copies.series.saver, "save", lambda: fault.at("copy after the gather"))
         before(saved.copies.series.saver, "save", lambda: fault.at("copy being written"), after=True)
-    result = trainer.fit(Noisy(96), None if pipeline else Noisy(96))
+    data = Stateful(Stream(), batch_size=12 // RANKS) if kind_of_run == "stateful stream" else Noisy(96)
+    result = trainer.fit(data, None if pipeline else Noisy(96))
     held = [*trainer.model_state().values(), *ema.model_state().values()]
     print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest_of(held)}\n", end="", flush=True)
 
