@@ -19,7 +19,7 @@ from tests import gate
 from tests.support import launching
 from tests.support.reads import Reads
 
-pytest_plugins = ["tests.support.forked", "tests.support.machine"]
+pytest_plugins = ["tests.support.forked", "tests.support.machine", "tests.support.memory_group"]
 
 # A slow machine is no failure; and CI tries the same examples every time.
 settings.register_profile(

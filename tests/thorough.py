@@ -39,7 +39,9 @@ PARTS = {
     ),
     "strategy": ("end_to_end/test_third_strategy.py", "end_to_end/test_third_strategy_whole.py"),
     "checkpoints": ("checkpoint", "end_to_end/test_resume.py"),
-    "lose-nothing": ("end_to_end/test_copies.py", "rigs/test_spares.py"),
+    "lose-nothing": (
+        "end_to_end/test_copies.py", "rigs/test_copies_without_memory.py", "rigs/test_spares.py",
+    ),
     "fuzz": ("checkpoint/test_fuzz.py",),
     "rehearsals": ("end_to_end/test_rehearsals.py",),
     "chaos": ("end_to_end/test_chaos.py",),

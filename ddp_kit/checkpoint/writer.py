@@ -226,7 +226,8 @@ def fsync_folder(folder: Path, system: System) -> None:
 # Each process writes its share of one checkpoint into the same unfinished folder.
 #
 #     training, rank 0      creates the folder; the ranks then gather their states, so all of them know that it exists
-#     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json
+#     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json, or
+#                           after an error, the lock to .writer-N.errno-CODE
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
 # Writers communicate only through the folder, because they may be on different nodes, do not import torch, and finish
@@ -242,6 +243,7 @@ _START_SECONDS = 20.0  # how long a writer may take to start, after writer 0 has
 _ABANDONED_SECONDS = 1.0  # the same if the training process is gone: a writer may still be starting
 _STALL_SECONDS = 120.0  # how long no file may grow; detects dead writers on file systems without locks
 _LONGEST_RECORD = 1 << 20
+_ERROR = ".errno-"
 
 
 def unfinished_folder(folder: Path, step: int, token: str) -> Path:
@@ -260,15 +262,13 @@ def write_share(task: WriteTask, memory: memoryview, unfinished: Path, system: S
         try:
             with suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)  # blocking, because writer 0 holds the lock for a moment when it polls
-            record: dict[str, object] = {"tensors": task.tensors}
             try:
-                record["files"] = [*map(asdict, _write_files(task, memory, unfinished, system))]
-            except OSError as error:
-                for file in task.files:  # make room for the record on a full disk
-                    (unfinished / file.name).unlink(missing_ok=True)
-                record["errno"] = error.errno
-            write_file(unfinished / f"{name}.new", json.dumps(record).encode(), system)
-            system.rename(unfinished / f"{name}.new", unfinished / f"{name}.json")
+                files = [*map(asdict, _write_files(task, memory, unfinished, system))]
+                record = {"tensors": task.tensors, "files": files}
+                write_file(unfinished / f"{name}.new", json.dumps(record).encode(), system)
+                system.rename(unfinished / f"{name}.new", unfinished / f"{name}.json")
+            except OSError as error:  # as a name, because a full disk has no space for content
+                system.rename(unfinished / name, unfinished / f"{name}{_ERROR}{error.errno}")
         finally:
             os.close(lock)
     except FileNotFoundError:
@@ -299,6 +299,10 @@ def collect(task: WriteTask, unfinished: Path, abandoned: Callable[[], bool]) ->
         if growth.still_seconds > start_seconds:
             ended = {writer for writer, name in waiting.items() if name not in names or _is_unlocked(unfinished / name)}
             names = {path.name for path in unfinished.iterdir()}  # again: a writer leaves its record before it unlocks
+        for each in names:
+            if each.startswith(".") and _ERROR in each:
+                number = int(each.rpartition(_ERROR)[2])
+                raise OSError(number, os.strerror(number))
         for writer, name in [*waiting.items()]:
             if f"{name}.json" in names:
                 records += _records_of(unfinished / f"{name}.json", task, writer)
@@ -373,9 +377,6 @@ def _records_of(path: Path, task: WriteTask, writer: int) -> list[FileRecord]:
     """The records of the files of another writer's share. `path`: the file in which this writer has left them."""
     with open_file(path) as file:
         share = json.loads(file.read(_LONGEST_RECORD))
-    if "errno" in share:
-        number = int(share["errno"])
-        raise OSError(number, os.strerror(number))
     if share["tensors"] != task.tensors:
         raise CheckpointError(
             f"the checkpoint of step {task.step} was not saved: writer {writer} (of {task.writers}, counted from 0) "

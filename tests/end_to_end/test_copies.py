@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.launching import PROGRAMS
+from tests.support import launching
+from tests.support.launching import DDPKIT, PROGRAMS
 
 Start = Callable[..., Any]
 SCRIPT = PROGRAMS / "copied.py"
@@ -108,6 +109,38 @@ def test_failure_costs_what_was_trained_since_the_last_copy(
     (memory,) = {*re.findall(r"copies in (\S+)", ended.stdout)}
     assert memory.startswith("/dev/shm/ddpkit-")
     assert not Path(memory).parent.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "damaged", "resumed"), [("damage", 1, ["the copy in memory"]), ("damages", 2, [])])
+def test_damaged_copy_is_skipped_with_a_warning(
+    fault: str, damaged: int, resumed: list[str], ddpkit: Start, tmp_path: Path
+) -> None:
+    if "one rank" not in UNDISTURBED:
+        UNDISTURBED["one rank"] = ended_with(run(ddpkit, tmp_path / "undisturbed", "one rank").stdout)
+    ended = run(ddpkit, tmp_path / "run", "one rank", fault)
+    assert ended_with(ended.stdout) == UNDISTURBED["one rank"]
+    assert len(re.findall(r"WARNING checkpoint skipped .* model.safetensors is damaged", ended.stderr)) == damaged
+    assert re.findall(r"resumed from (.*) after step", ended.stderr) == resumed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("little_memory", [1024], indirect=True)
+@pytest.mark.parametrize("placement", ["ddp", "fsdp"])
+def test_rank_that_the_kernel_kills_for_memory_loses_no_copy(
+    placement: str, little_memory: Path, ddpkit: Start, tmp_path: Path
+) -> None:
+    if placement not in UNDISTURBED:
+        UNDISTURBED[placement] = ended_with(run(ddpkit, tmp_path / "undisturbed", placement).stdout)
+
+    def limited(*words: object) -> Any:
+        return launching.run("bash", "-c", f'echo $$ > {little_memory}/cgroup.procs; exec "$@"', "-", DDPKIT, *words)
+
+    ended = run(limited, tmp_path / "run", placement, "memory")
+    assert ended_with(ended.stdout) == UNDISTURBED[placement]
+    assert "out of memory, killed by SIGKILL" in ended.stderr
+    (resumed,) = map(int, re.findall(r"resumed from the copy in memory after step (\d+)", ended.stderr))
+    assert resumed >= struck_in(tmp_path)[0]
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from ddp_kit.health.kernel_log import KERNEL_LOG
 from ddp_kit.health.node import sees_kernel_pids
@@ -278,26 +277,6 @@ def test_verdict_is_written_as_json_to_the_log_folder(script: Script, tmp_path: 
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
     assert f"the logs and the verdict are in {file.parent}" in run.stderr
-
-
-@pytest.fixture
-def little_memory() -> Iterator[Path]:
-    """A control group with half a GiB; with two where torch is built with CUDA, whose libraries take more."""
-    try:
-        own = re.search(r"^\d+:(?:memory)?:(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        mount = Path("/sys/fs/cgroup/memory" if Path("/sys/fs/cgroup/memory").is_dir() else "/sys/fs/cgroup")
-        found = re.search(r"^\d+:memory:(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE) or own
-        assert found is not None
-        group = mount / found[1].lstrip("/") / f"ddpkit-test-{os.getpid()}"
-        group.mkdir()
-        limit = next(file for file in (group / "memory.max", group / "memory.limit_in_bytes") if file.exists())
-        limit.write_text(str((512 if torch.version.cuda is None else 2048) << 20))
-    except (OSError, StopIteration) as error:
-        pytest.skip(f"needs a memory control group of its own: {error}")
-    yield group
-    for pid in (group / "cgroup.procs").read_text().split():
-        os.kill(int(pid), signal.SIGKILL)
-    group.rmdir()
 
 
 def test_rank_killed_for_memory_is_reported_and_not_restarted_forever(little_memory: Path) -> None:

@@ -146,8 +146,9 @@ class Fault:
         if self.trainer is not None:  # else, it is being created
             step = self.trainer.step
             run: Any = self.trainer._run
-            copies = run.checkpoints.copies.series
-            newest = max((found.step for found in checkpoints(copies.folder) if found.whole), default=0)
+            if run.checkpoints.copies is not None:
+                copies = run.checkpoints.copies.series
+                newest = max((found.step for found in checkpoints(copies.folder) if found.whole), default=0)
         is_ready = max(4, self.newest_before) < newest < step or step > LATEST
         if is_ready and self.earlier is not None:
             self.newest_before = newest
