@@ -7,6 +7,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO
@@ -26,12 +27,12 @@ def write_task(folder: Path, step: int, content: bytes = b"x" * 5000) -> tuple[W
     return WriteTask(str(folder), step, step == 1, 1, {}, files), memoryview(content)
 
 
-def dies_at(number: int, after: bool, folder: Path, step: int) -> bool:
+def dies_at(number: int, after: bool, task: tuple[WriteTask, memoryview]) -> bool:
     """Write in a process that dies at an operation; whether it got so far."""
     child = os.fork()
     if child == 0:
         try:
-            write(*write_task(folder, step, b"y" * 5000), Counting(number, lambda: os._exit(KILLED), after))
+            write(*task, Counting(number, lambda: os._exit(KILLED), after))
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
@@ -59,7 +60,7 @@ def test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
         folder = tmp_path / str(number)
         for earlier in (1, 2):  # 1 is the best and stays, 2 is to go when 3 is there
             write(*write_task(folder, earlier))
-        died = dies_at(number, after, folder, step)
+        died = dies_at(number, after, write_task(folder, step, b"y" * 5000))
         found = newest_whole(folder, hashes=True).checkpoint
         assert found is not None
         new = (found.path / "state.json").read_bytes()[:1] == b"y"
@@ -75,6 +76,30 @@ def test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint(
     assert len(outcomes) > 10
     assert outcomes == sorted(outcomes), "once the new one is there, it stays"
     assert {True, False} == set(outcomes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_copy_killed_at_any_operation_leaves_the_newest_complete_one(after: bool, tmp_path: Path) -> None:
+    def copy_task(folder: Path, step: int) -> tuple[WriteTask, memoryview]:
+        task, content = write_task(folder, step)
+        return replace(task, best=False, makes_room=True), content
+
+    for number in range(1, MOST):
+        folder = tmp_path / str(number)
+        for earlier in (1, 2):
+            write(*copy_task(folder, earlier))
+        died = dies_at(number, after, copy_task(folder, 3))
+        whole = [found.step for found in checkpoints(folder, hashes=True) if found.whole]
+        assert whole in ([2, 1], [2], [3, 2])
+        write(*copy_task(folder, 4))
+        assert leftovers(folder) == ()
+        assert [found.step for found in checkpoints(folder, hashes=True)] == [4, whole[0]]
+        if not died:
+            break
+    assert not died
+    assert number > 10
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
