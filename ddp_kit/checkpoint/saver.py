@@ -34,6 +34,7 @@ from ddp_kit.checkpoint.writer import (
     WriteTask,
     cannot_write,
     make_folder,
+    note_gone,
     readable,
     unfinished_folder,
     write,
@@ -314,6 +315,8 @@ class WriterProcess:
 
     def release(self) -> CheckpointError:
         """Release what a process that is gone has used, and return the error for the checkpoint that it was writing."""
+        if self._task is not None:
+            note_gone(WriteTask.from_json(self._task.partition(b" ")[2]))
         self._task = None
         self._finish.detach()
         code = self._process.wait()

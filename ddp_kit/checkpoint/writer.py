@@ -228,6 +228,7 @@ def fsync_folder(folder: Path, system: System) -> None:
 #     training, rank 0      creates the folder; the ranks then gather their states, so all of them know that it exists
 #     writer 1, 2, ...      lock .writer-N; write the files of its share; rename its record to .writer-N.json, or
 #                           after an error, the lock to .writer-N.errno-CODE
+#     training, rank N      create .writer-N.gone if its writer has ended without an answer
 #     writer 0              write its own share; wait for the records of all other writers; complete the checkpoint
 #
 # Writers communicate only through the folder, because they may be on different nodes, do not import torch, and finish
@@ -244,6 +245,7 @@ _ABANDONED_SECONDS = 1.0  # the same if the training process is gone: a writer m
 _STALL_SECONDS = 120.0  # how long no file may grow; detects dead writers on file systems without locks
 _LONGEST_RECORD = 1 << 20
 _ERROR = ".errno-"
+_GONE = ".gone"
 
 
 def unfinished_folder(folder: Path, step: int, token: str) -> Path:
@@ -277,6 +279,12 @@ def write_share(task: WriteTask, memory: memoryview, unfinished: Path, system: S
         # Writer 0 has given up, and reports why.
 
 
+def note_gone(task: WriteTask) -> None:
+    """Tell writer 0 that the process with a share of this task has ended. Called by its training process."""
+    with suppress(OSError):  # the checkpoint is complete, or was given up
+        (unfinished_folder(Path(task.folder), task.step, task.token) / f".writer-{task.writer}{_GONE}").touch()
+
+
 def collect(task: WriteTask, unfinished: Path, abandoned: Callable[[], bool]) -> list[FileRecord]:
     """Wait for the shares of the other writers, and return the records of all their files. Called by writer 0.
 
@@ -307,6 +315,8 @@ def collect(task: WriteTask, unfinished: Path, abandoned: Callable[[], bool]) ->
             if f"{name}.json" in names:
                 records += _records_of(unfinished / f"{name}.json", task, writer)
                 del waiting[writer]
+            elif f"{name}{_GONE}" in names:
+                raise _missing(task, writer, "has ended")
             elif writer in ended:
                 raise _missing(task, writer, "has ended or never started")
         if waiting and growth.still_seconds > _STALL_SECONDS:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -172,6 +173,24 @@ def test_writer_that_never_starts_fails_the_save(tmp_path: Path) -> None:
         write(*share_task(tmp_path, 1, 0))
     assert raised.value.transient
     assert leftovers(tmp_path) == ()
+
+
+def test_writer_that_is_killed_at_work_fails_the_save_at_once(tmp_path: Path) -> None:
+    with savers(tmp_path, 2) as both:
+        save_by_all(both, 1)
+        for saver in both:
+            saver.wait()
+        writer: Any = both[1]._writer
+        os.kill(writer.pid, signal.SIGSTOP)
+        save_by_all(both, 2)
+        os.kill(writer.pid, signal.SIGKILL)
+        with pytest.raises(CheckpointError, match="killed by SIGKILL"):
+            both[1].finished(wait=True)
+        with pytest.raises(CheckpointError, match=r"writer 1 \(of 2, counted from 0\) has ended\n") as raised:
+            both[0].finished(wait=True)
+        assert raised.value.transient
+        save_by_all(both, 3)
+    assert [found.step for found in checkpoints(tmp_path) if found.whole] == [3, 1]
 
 
 @pytest.mark.usefixtures("no_patience")

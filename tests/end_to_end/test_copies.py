@@ -58,7 +58,7 @@ CELLS = sorted(
     | {("SIGKILL on two ranks", placement, "callback") for placement in ("ddp at 4 ranks", "hsdp")}
     | {("SIGKILL", "zero1", "all-gather"), ("SIGKILL", "fsdp", "in optimizer.step")}
     | {("writer then SIGKILL", placement, "callback") for placement in ("one rank", "fsdp")}
-    | {("writer at work then SIGKILL", "one rank", "callback")}
+    | {("writer at work then SIGKILL", placement, "callback") for placement in ("one rank", "fsdp")}
 )
 
 
