@@ -110,7 +110,8 @@ def main(root: str) -> None:
     """
     by_target: dict[str, list[Path]] = {}
     for copies in sorted(path for path in Path(root).iterdir() if path.is_dir()):
-        by_target.setdefault(target_of(copies).folder, []).append(copies)
+        with suppress(OSError, ValueError):  # no target could be noted, so there are no copies
+            by_target.setdefault(target_of(copies).folder, []).append(copies)
     for copies, *others in by_target.values():
         message = "" if others else save(copies)
         if message:

@@ -46,6 +46,17 @@ def test_newest_copy_is_saved_as_a_checkpoint_is(
     assert torch.equal(load(tmp_path / "run" / name_of(8))["model"]["weight"], torch.full((5,), 8.0))
 
 
+def test_folder_without_a_target_is_no_obstacle(
+    copies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("b", "c"):
+        copies.with_name(name).mkdir()
+    (copies.with_name("c") / "target.json").touch()
+    ending.main(str(copies.parent))
+    assert "the state after step 8 was saved" in capsys.readouterr().err
+
+
 def test_run_that_does_not_resume_by_itself_is_told_how(copies: Path, tmp_path: Path) -> None:
     Target(str(tmp_path / "run"), 2, auto=False, alone=True).note(copies)
     (tmp_path / "run").mkdir()
