@@ -231,13 +231,17 @@ def _too_little(folder: Path, size: int) -> CheckpointError | None:
         held = sum(path.stat().st_size for path in folder.glob("*/*"))
     status = os.statvfs(folder)
     free = status.f_bavail * status.f_frsize + held
+    total = status.f_blocks * status.f_frsize
     needed = _COPIES * size
-    if free >= LEAST_SHARED_MEMORY:  # else, DataLoader workers send batches in another way
+    purpose = "twice the state"
+    if total >= LEAST_SHARED_MEMORY:  # else, DataLoader workers put no batches into it
         needed += LEAST_SHARED_MEMORY
+        purpose += f", and {size_text(LEAST_SHARED_MEMORY)} for DataLoader workers"
     if free < needed:
+        enough = math.ceil((total - free + needed) / 0.9 / 2**20)
         return CheckpointError(
-            f"{SHARED_MEMORY} has {size_text(free)} free, {size_text(needed)} are needed",
-            _MORE_SHARED_MEMORY.format(f"{math.ceil(needed / 0.9 / 2**20)}m"),
+            f"{SHARED_MEMORY} has {size_text(free)} free, {size_text(needed)} are needed ({purpose})",
+            _MORE_SHARED_MEMORY.format(f"{enough}m"),
         )
     available = available_memory() + held
     if available < _IN_MEMORY * size:

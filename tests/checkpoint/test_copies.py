@@ -220,7 +220,7 @@ def test_writer_that_cannot_be_started_is_a_warning(
 @pytest.mark.parametrize(
     ("free", "available", "warning"),
     [
-        (19_999, 10**9, r"/dev/shm has 19.5 KiB free, 19.5 KiB are needed; .*--shm-size=1m`"),
+        (19_999, 10**9, r"/dev/shm has 19.5 KiB free, 19.5 KiB are needed \(twice the state\); .*--shm-size=1m`"),
         (10**9, 29_999, r"29.3 KiB of memory are available, 29.3 KiB are needed; give the job more memory"),
         (20_000, 30_000, ""),
     ],
