@@ -109,6 +109,7 @@ EARLIER: dict[str, Callable[[Any], Any]] = {
     "full": fill_shared_memory,
 }
 """Faults that training survives. The next fault strikes as soon as there is a newer copy."""
+
 MOMENTS = (
     *("forward", "gradient hook", "before optimizer.step", "in optimizer.step", "all-gather", "after optimizer.step"),
     *("callback", "evaluation", "disk save", "copy before the gather", "copy after the gather", "copy being written"),
@@ -141,15 +142,16 @@ class Fault:
         """Strike if this is the moment."""
         if not self.kind or moment != self.moments.get(ATTEMPT) or not self.concerns:
             return
-        step = newest = 0
+        step = newest = second = 0
         copies: Any = None
         if self.trainer is not None:  # else, it is being created
             step = self.trainer.step
             run: Any = self.trainer._run
             if run.checkpoints.copies is not None:
                 copies = run.checkpoints.copies.series
-                newest = max((found.step for found in checkpoints(copies.folder) if found.whole), default=0)
-        is_ready = max(4, self.newest_before) < newest < step or step > LATEST
+                newest, second, *_ = [*(found.step for found in checkpoints(copies.folder) if found.whole), 0, 0]
+        is_ready = max(4, self.newest_before) < newest < step and (second or "damage" not in self.kind)
+        is_ready = is_ready or step > LATEST
         if is_ready and self.earlier is not None:
             self.newest_before = newest
             self.earlier = self.earlier(copies)
