@@ -293,6 +293,20 @@ def test_warm_server_that_was_lost_is_asked_for_no_imports(tmp_path: Path) -> No
     server.close()
 
 
+def test_warm_server_that_was_killed_is_opened_again_with_its_folders(tmp_path: Path) -> None:
+    server = WarmServer(["x"], clean_environment(), forks=False)
+    folder = Path(server.make_folder("ddpkit-", str(tmp_path)))
+    os.kill(server.pid, signal.SIGKILL)
+    while not server.gone:
+        server.pump(seconds(60))
+    assert folder.is_dir()
+    server.open_again()
+    assert not server.gone
+    assert pump_until_answered(server, server.start(["true"], clean_environment())).wait(seconds(60)) == 0
+    server.close()
+    assert not folder.exists()
+
+
 @pytest.mark.slow
 def test_warm_server_that_still_imports_is_not_waited_for(tmp_path: Path) -> None:
     main = tmp_path / "train.py"

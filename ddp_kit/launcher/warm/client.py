@@ -84,7 +84,8 @@ class WarmServer:
         self._workers: dict[int, Process] = {}
         self._count = 0
         self._import: Import | None = None  # the latest request
-        self._imports = False  # whether it has not been answered yet
+        self.imports = False
+        """Whether the server is still importing what the workers need. No worker can be started until then."""
         self._on_unfit: Callable[[str, str], None] = lambda *_: None
         self._has_started = False
         self._print_message = print_message
@@ -121,25 +122,21 @@ class WarmServer:
         """The descriptor for `select`: readable when a worker may have ended."""
         return self._channel.fileno()
 
-    @property
-    def imports(self) -> bool:
-        """Whether the server is still importing what the workers need. No worker can be started until then."""
-        return self._imports
-
     def import_for(self, request: Import, on_unfit: Callable[[str, str], None]) -> None:
         """Ask the server to import what the workers will import. The caller must then call `pump` while it `imports`.
 
         `on_unfit`: a function that is called with a package that cannot be imported this way, and the reason.
         """
+        self._on_unfit = on_unfit
+        self._import = request
         if not self.gone:
-            self._on_unfit = on_unfit
-            self._ask_for(request)
+            self._ask_for_imports()
 
     def open_again(self) -> None:
         """Start the server again if it was killed. The caller must then call `pump` while it `imports`."""
         if self.gone:
             self.gone = False
-            self._reopen(self._import)
+            self._reopen()
 
     def keep(self, request: Keep) -> None:
         """Ask the server to fork the kept process for the next launches."""
@@ -273,37 +270,36 @@ class WarmServer:
         except ClosedError:
             self._lose()
 
-    def _ask_for(self, request: Import) -> None:
-        self._import = request
-        self._imports = True
-        self._send(request)
+    def _ask_for_imports(self) -> None:
+        if self._import is not None:
+            self.imports = True
+            self._send(self._import)
 
     def _end_import(self, done: ImportDone) -> None:
         request = self._import
         assert request is not None
-        self._imports = False
+        self.imports = False
         if done.unfit:
             self._on_unfit(done.unfit, done.reason)
-            self._reopen(replace(request, unfit=(*request.unfit, done.unfit)))
-        elif done.again:
-            self._reopen(request)
+            self._import = replace(request, unfit=(*request.unfit, done.unfit))
+        if done.unfit or done.again:
+            self._reopen()
 
-    def _reopen(self, request: Import | None) -> None:
-        """Start the process again, after an import that it must not have made, and ask it for the imports before."""
+    def _reopen(self) -> None:
+        """Start the process again, because it was killed, or has made an import that it must not; repeat the request."""
         self._channel.close()
         self._process.wait()
         _end_leftovers()
         self._open()
-        if request is not None:
-            self._ask_for(request)
+        self._ask_for_imports()
 
     def _lose(self) -> None:
         """Handle the death of the server and all workers. Their child processes are now children of this process."""
-        request = self._import
-        if self._imports and request is not None and request.packages != ():
-            self._reopen(replace(request, packages=()))  # an import may have crashed: the workers will show it
+        if self.imports and self._import is not None and self._import.packages != ():
+            self._import = replace(self._import, packages=())  # one may have crashed: the workers will show it
+            self._reopen()
             return
-        self._imports = False
+        self.imports = False
         self.gone = True
         self._process.wait()
         _end_leftovers()
