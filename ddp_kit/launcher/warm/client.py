@@ -286,7 +286,7 @@ class WarmServer:
             self._reopen()
 
     def _reopen(self) -> None:
-        """Start the process again, because it was killed, or has made an import that it must not; repeat the request."""
+        """Start the process again, which was killed, or has made an import that it must not; repeat the request."""
         self._channel.close()
         self._process.wait()
         _end_leftovers()
