@@ -196,7 +196,7 @@ def test_writer_that_is_killed_between_copies_costs_none(copies: Copies, said: l
     os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
     copy(copies, 2)
     copies.release()
-    assert copies.steps()[0] == 2
+    assert newest_of(copies)[0] == 2
     assert said == ["the process that writes checkpoints has ended (killed by SIGKILL); a new one is started"]
 
 
@@ -214,7 +214,7 @@ def test_writer_that_cannot_be_started_is_a_warning(
     assert "cannot be started: Resource temporarily unavailable; this is tried again" in warning
     copy(copies, 2)
     copies.release()
-    assert copies.steps() == [2]
+    assert newest_of(copies) == [2]
 
 
 @pytest.mark.parametrize(
