@@ -29,7 +29,7 @@ from ddp_kit.checkpoint.packing import Packed, Replicated
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.series import CommonSteps, Series
 from ddp_kit.checkpoint.writer import cannot_write
-from ddp_kit.control_groups import available_memory
+from ddp_kit.control_groups import available_memory, cpu_quota
 from ddp_kit.distributed.world import World, largest
 from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, memory_folder, shutdown_timeout
 from ddp_kit.errors import CheckpointError
@@ -37,8 +37,7 @@ from ddp_kit.log import logger
 from ddp_kit.texts import size_text
 
 _LONGEST_SHARE = 0.005  # of the training time, that copies may take
-_ERRORS_OF_MEAN = 3.0  # a difference of two means that is smaller than this many standard errors is chance
-_REMEMBERED = 1000  # steps; of more steps, the older ones count less
+_FIRST_COPIES = 2
 _COPIES = 2  # in the folder while a copy is written, and after it
 _IN_MEMORY = 3  # with the buffer from which it is written
 _LONGEST_WAIT = 60.0  # seconds after repeated failures
@@ -75,6 +74,9 @@ class Copies:
         self._world = world
         self._seconds = seconds
         self._pace = Pace()
+        cores = min(len(os.sched_getaffinity(0)), cpu_quota() or math.inf)
+        is_on_cpu = world.device.type == "cpu"
+        self._needs_training_cores = is_on_cpu and torch.get_num_threads() * world.local_world_size >= cores
         self._due_at = time.monotonic() + seconds
         self._began: float | None = None  # when the copy in progress was begun; None if there is none
         self._failures = 0  # in a row
@@ -120,7 +122,6 @@ class Copies:
 
     def after_step(self) -> None:
         """Note the end of a step. Not a collective."""
-        self._pace.step(time.monotonic(), copying=self._began is not None)
         self._note_end(wait=False)
 
     def note_save(self) -> None:
@@ -169,6 +170,8 @@ class Copies:
             self._note_failure(error)
             return
         self._failures = 0
+        if self._needs_training_cores:
+            self._pace.written(self.series.saver.writer_seconds)
         self._due_at = self._began + max(self._seconds, self._pace.delay() / _LONGEST_SHARE)
         self._began = None
 
@@ -256,57 +259,29 @@ def _too_little(folder: Path, size: int) -> CheckpointError | None:
 
 
 class Pace:
-    """How much a copy delays training: the loop waits while the state is copied, and the writer needs cores."""
+    """How much a copy delays training: the loop waits while the state is copied, and the writer may need its cores."""
 
     def __init__(self) -> None:
         self._held = 0.0
         self._copies = 0
-        self._last: float | None = None  # when the last step ended
-        self._alone = _Mean()  # seconds of steps while no copy is written
-        self._overlapped = _Mean()  # of the others
+        self._first = math.inf  # processor time of the writer when the counted copies began
+        self._written = 0  # counted copies
+        self._writer = 0.0  # processor time of the writer for a copy
 
     def held(self, seconds: float) -> None:
         """Note for how long the loop has waited for a copy. The first ones also allocate memory, and do not count."""
         self._copies += 1
-        self._held = seconds if self._copies > 2 else 0.0
-        self._last = None  # the next step is longer by this time
+        self._held = seconds if self._copies > _FIRST_COPIES else 0.0
 
-    def step(self, now: float, *, copying: bool) -> None:
-        """Note the end of a step. `copying`: whether a copy is being written."""
-        if self._last is not None:
-            (self._overlapped if copying else self._alone).add(now - self._last)
-        self._last = now
+    def written(self, processor_seconds: float) -> None:
+        """Note that a copy was written by a writer that needs the cores of training, with its processor time so far."""
+        if processor_seconds < self._first or self._copies <= _FIRST_COPIES:  # a new writer, or the first copies
+            self._first = processor_seconds
+            self._written = 0
+            return
+        self._written += 1
+        self._writer = (processor_seconds - self._first) / self._written
 
     def delay(self) -> float:
         """Seconds by which one copy delays training."""
-        if min(self._alone.count, self._overlapped.count) < 2:
-            return self._held
-        difference = self._overlapped.mean - self._alone.mean
-        if difference < _ERRORS_OF_MEAN * math.hypot(self._alone.error, self._overlapped.error):
-            return self._held
-        return self._held + difference * self._overlapped.total / self._copies
-
-
-class _Mean:
-    """The mean of values and its standard error. Of many values, the older ones count less."""
-
-    def __init__(self) -> None:
-        self.count = 0.0
-        self.total = 0  # values so far
-        self.mean = 0.0
-        self._squares = 0.0
-
-    def add(self, value: float) -> None:
-        if self.count >= _REMEMBERED:
-            self.count /= 2
-            self._squares /= 2
-        self.count += 1
-        self.total += 1
-        difference = value - self.mean
-        self.mean += difference / self.count
-        self._squares += difference * (value - self.mean)
-
-    @property
-    def error(self) -> float:
-        """The standard error of the mean; with at least two values."""
-        return math.sqrt(self._squares / (self.count - 1) / self.count)
+        return self._held + self._writer

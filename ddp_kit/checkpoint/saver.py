@@ -19,6 +19,7 @@ from threading import Lock, Thread
 from types import TracebackType
 from typing import IO, Any, Self
 
+import psutil
 import torch
 import xxhash
 from torch import Tensor
@@ -266,6 +267,14 @@ class WriterProcess:
         """The process id."""
         return self._process.pid
 
+    @property
+    def seconds(self) -> float:
+        """The processor time that the process has used so far."""
+        with suppress(psutil.Error):
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
+
     def start(self, task: WriteTask) -> None:
         """Start writing a checkpoint; the previous one must be finished."""
         assert self._task is None, "all tasks use the same memory"
@@ -510,6 +519,11 @@ class Saver:
             writer.start(task)
             if not self._background:
                 self.check()  # it has been written
+
+    @property
+    def writer_seconds(self) -> float:
+        """The processor time that the writer process has used so far; 0 if there is none."""
+        return self._writer.seconds if isinstance(self._writer, WriterProcess) else 0.0
 
     def wait_for_copy(self) -> None:
         """Wait until the whole state is copied. Raises `CheckpointError` if the state changed during the copy."""

@@ -311,27 +311,29 @@ def test_too_little_memory_for_the_buffer_ends_the_copies(copies: Copies, monkey
 # --- How often --------------------------------------------------------------------------------------------------------
 
 
-def pace_of(alone: list[float], beside: list[float], held: float, copies: int = 3) -> Pace:
-    pace = Pace()
-    for _ in range(copies):
-        pace.held(held)
-    now = 0.0
-    for seconds, copying in [(0.0, False), *((each, False) for each in alone), *((each, True) for each in beside)]:
-        now += seconds
-        pace.step(now, copying=copying)
-    return pace
-
-
 def test_delay_is_the_time_for_which_the_loop_was_held() -> None:
-    assert pace_of([], [], 0.25).delay() == 0.25
-    assert pace_of([1.0, 1.0, 1.0], [1.0, 1.0], 0.25).delay() == 0.25
-    assert pace_of([], [], 0.25, copies=2).delay() == 0.0, "the first copies allocate memory"
+    pace = Pace()
+    for expected in (0.0, 0.0, 0.25):
+        pace.held(0.25)
+        assert pace.delay() == expected, "the first copies allocate memory"
 
 
-def test_delay_grows_by_what_the_writer_takes_from_the_steps() -> None:
-    pace = pace_of([1.0, 1.0, 1.0, 1.0], [1.5, 1.5, 1.5], 0.25)
-    assert pace.delay() == pytest.approx(0.25 + 0.5 * 3 / 3)
+def test_delay_includes_the_processor_time_of_a_writer_that_needs_the_cores_of_training() -> None:
+    pace = Pace()
+    for seconds in (1.0, 1.5, 1.75, 2.0):  # it has started, and written the first copies
+        pace.held(0.25)
+        pace.written(seconds)
+    assert pace.delay() == 0.25 + 0.25
+    for seconds in (0.5, 0.625):  # of a new writer
+        pace.held(0.25)
+        pace.written(seconds)
+    assert pace.delay() == 0.25 + 0.125
 
 
-def test_delay_ignores_a_difference_that_may_be_chance() -> None:
-    assert pace_of([1.0, 2.0, 1.0, 2.0], [1.5, 2.0, 1.0, 1.6], 0.25).delay() == 0.25
+def test_processor_time_of_the_writer_is_known(copies: Copies) -> None:
+    assert copies.series.saver.writer_seconds == 0.0
+    copy(copies, 1)
+    copies.release()
+    copy(copies, 2)
+    copies.series.saver.wait()
+    assert copies.series.saver.writer_seconds > 0.0
