@@ -11,12 +11,11 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -85,30 +84,44 @@ def kill_writer(copies: Any) -> None:
 
 
 def kill_writer_at_work(copies: Any) -> Any:
-    """The same, while it writes; returns itself if it does not."""
+    """The same, with a copy to write; returns itself if it has none, and lets it wait for one."""
     if copies.saver.finished(wait=False):
+        os.kill(copies.saver._writer.pid, signal.SIGSTOP)
         return kill_writer_at_work
     return kill_writer(copies)
 
 
-def fill_shared_memory(_: Any) -> None:
-    """Take all space in /dev/shm, also what is freed later."""
+FILL = """
+with open("/dev/shm/other", "ab", buffering=0) as file:
+    while True:
+        try:
+            file.write(bytes(4096))
+        except OSError:
+            pass
+"""
 
-    def fill() -> None:
-        with open("/dev/shm/other", "ab", buffering=0) as file:  # noqa: PTH123
-            while True:
-                with suppress(OSError):
-                    file.write(bytes(4096))
 
-    Thread(target=fill, daemon=True).start()
+def fill_shared_memory(_: Any) -> Any:
+    """Take all space in /dev/shm, also what is freed later. Returns what has to be called until a copy has failed."""
+    subprocess.Popen([sys.executable, "-I", "-S", "-c", FILL])
+    return copy_has_failed
 
+
+def copy_has_failed(_: Any) -> Any:
+    trainer = FAULT[0].trainer
+    assert trainer is not None
+    copies: Any = trainer._run.checkpoints.copies
+    return None if copies._failures else copy_has_failed
+
+
+FAULT: "list[Fault]" = []  # of this process
 
 EARLIER: dict[str, Callable[[Any], Any]] = {
     "writer": kill_writer,
     "writer at work": kill_writer_at_work,
     "full": fill_shared_memory,
 }
-"""Faults that training survives. The next fault strikes as soon as there is a newer copy."""
+"""Faults that training survives. The next fault strikes as soon as there is a newer copy, unless none can be made."""
 
 MOMENTS = (
     *("forward", "gradient hook", "before optimizer.step", "in optimizer.step", "all-gather", "after optimizer.step"),
@@ -131,12 +144,16 @@ class Fault:
         self.kind, _, extent = fault.partition(" ")
         self.earlier = EARLIER[earlier] if earlier and ATTEMPT == 0 else None
         self.newest_before = 0  # at the earlier fault
+        self.strikes_without_newer = earlier == "full"
         self.moments = {0: moment, 1: moment} if extent == "twice" else {0: moment}
         if moment == "resume":
             self.moments = {0: "callback", 1: "resume"}
         ranks = {"on all ranks": RANKS, "on two ranks": 2}.get(extent, 1)
         self.concerns = RANKS - ranks <= RANK
+        if earlier == "full":
+            self.concerns = RANK == 0  # which learns that a copy has failed
         self.trainer: Trainer | None = None
+        FAULT.append(self)
 
     def at(self, moment: str) -> None:
         """Strike if this is the moment."""
@@ -152,9 +169,12 @@ class Fault:
                 newest, second, *_ = [*(found.step for found in checkpoints(copies.folder) if found.whole), 0, 0]
         is_ready = max(4, self.newest_before) < newest < step and (second or "damage" not in self.kind)
         is_ready = is_ready or step > LATEST
-        if is_ready and self.earlier is not None:
-            self.newest_before = newest
-            self.earlier = self.earlier(copies)
+        if self.earlier is not None:
+            if is_ready or self.newest_before:
+                self.newest_before = newest
+                self.earlier = self.earlier(copies)
+            if self.earlier is None and self.strikes_without_newer:
+                self.newest_before = 0
         elif is_ready or moment in ("first steps", "resume", "disk save"):
             with Path(f"{self.folder}.struck").open("a") as file:  # a launcher that is killed prints no more
                 file.write(f"{newest}\n")

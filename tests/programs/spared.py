@@ -3,7 +3,8 @@
 spared.py FOLDER NOTES LOSSES
 
 FOLDER: of the checkpoints. NOTES: a folder that all nodes share. LOSSES: the nodes to be lost, as JSON, each as
-[GROUP_RANK, MOMENT]. At the moment, a rank of that node adds a line to NOTES/losses, and waits to be killed.
+[GROUP_RANK, MOMENT]. At the moment, a rank of that node adds a line to NOTES/losses, and waits to be killed, or for the
+file NOTES/go.
 """
 
 import json
@@ -31,7 +32,7 @@ class Loss:
     """The loss of a node, which its first rank announces."""
 
     def __init__(self, notes: Path, losses: list[tuple[int, str]]) -> None:
-        self.notes = notes
+        self._notes = notes
         self._file = notes / "losses"
         done = len(self._file.read_text().splitlines()) if self._file.exists() else 0
         self._next = losses[done] if done < len(losses) else (-1, "")
@@ -41,7 +42,9 @@ class Loss:
         if self._next == (int(os.environ["GROUP_RANK"]), moment) and os.environ["LOCAL_RANK"] == "0":
             with self._file.open("a") as file:
                 file.write(f"{os.environ.get('SLURMD_NODENAME') or socket.gethostname()} {newest}\n")
-            time.sleep(600)
+            while not (self._notes / "go").exists():
+                time.sleep(0.05)
+            self._next = (-1, "")
 
 
 class Losses(Callback):
@@ -51,7 +54,6 @@ class Losses(Callback):
         self._loss = loss
 
     def on_step(self, trainer: Any) -> None:
-        self._loss.notes.joinpath("trains").touch()
         own = trainer._run.checkpoints.copies
         if own is not None:
             newest = max((found.step for found in checkpoints(own.series.folder) if found.whole), default=0)

@@ -150,13 +150,14 @@ def test_spares_that_are_lost_while_they_wait_or_are_not_used_are_not_missed(
     hosts: Hosts, tmp_path: Path, undisturbed: list[str]
 ) -> None:
     h1, h2, h3, h4 = hosts(4)
-    job = SparedJob(tmp_path, False, [])
+    job = SparedJob(tmp_path, False, [(0, "training")])
     job.start(h1, h2)
-    wait_until((tmp_path / "trains").exists, job.said, SECONDS)
+    job.lost(0)
     job.start(h3, h4)
     for name in ("h3", "h4"):
         job.says(name, "this node is a spare")
     job.trees.pop("h3").die()
+    (tmp_path / "go").touch()
     assert job.ended() == [0, 0, 0], job.said()
     assert ended_with(job.output) == undisturbed
     assert job.resumed() == []
