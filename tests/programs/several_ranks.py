@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from ddp_kit import Callback, CheckpointError, DataError, LossError, Trainer, TrainerConfig
-from ddp_kit.checkpoint import manager
+from ddp_kit.checkpoint import series
 from ddp_kit.checkpoint.format import checkpoints
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -261,7 +261,7 @@ def all_ranks_raise_the_error_of_a_failed_save(folder: Path) -> None:
 def one_rank_lists_the_checkpoints_of_a_folder(folder: Path) -> None:
     place = folder / "listed"
     linear_trainer(place, max_steps=4, checkpoint={"every_steps": 2}).fit(NoisyRows(0))
-    with patch.object(manager, "checkpoints", Mock(side_effect=checkpoints)) as listed:
+    with patch.object(series, "checkpoints", Mock(side_effect=checkpoints)) as listed:
         assert linear_trainer(place).step == 4
         assert listed.call_count == (RANK == 0)
     torch.distributed.barrier()
