@@ -1,4 +1,4 @@
-"""What the loss of a rank or of a node costs: steps that are repeated, and the time until training goes on.
+"""What the loss of a rank or of a node costs: steps that are repeated, and the time until training continues.
 
     python benchmarks/losses.py [--rounds 10]
 

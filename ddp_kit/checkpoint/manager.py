@@ -364,7 +364,6 @@ class Checkpoints:
         # With separate folders, each gets a whole checkpoint.
         rank_states = exchanged(self._rank_states(), self._parts, self._world, series.first_rank)
         parts = [part for part in self._parts.values() if series.is_first or part.packed_by_all_ranks]
-
         state = partial(self._state, parts, rank_states)
         if series.is_shared:
             return token, state

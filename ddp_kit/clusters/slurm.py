@@ -152,7 +152,7 @@ class Slurm(Engine):
         if request.requeue:
             lines.append("#SBATCH --requeue   # after a preemption or the loss of a node")
         if request.spares:
-            lines.append("#SBATCH --no-kill   # the job goes on without a lost node, whose place a spare takes")
+            lines.append("#SBATCH --no-kill   # the job continues without a lost node, whose place a spare takes")
         launch = 'ddpkit launch "$@"'
         if request.words:
             launch = shlex.join(request.launch)

@@ -56,6 +56,13 @@ class SparedJob:
         name, step = file.read_text().splitlines()[number].split()
         return name, int(step)
 
+    def lost_with_spare(self, spare: Host) -> tuple[str, int]:
+        """As `lost`, for the first loss, once a spare waits."""
+        lost = self.lost(0)
+        self.start(spare)
+        self.says(spare.name, "this node is a spare: it takes the place of a node that is lost")
+        return lost
+
     def says(self, name: str, text: str) -> None:
         wait_until(lambda: text in self.trees[name].output, self.said, SECONDS)
 
@@ -103,10 +110,8 @@ def test_spare_takes_the_place_of_a_lost_host(
     h1, h2, h3 = hosts(3)
     job = SparedJob(tmp_path, own_disks, [(1, "training")])
     job.start(h1, h2)
-    name, newest = job.lost(0)
+    name, newest = job.lost_with_spare(h3)
     assert name == "h2"
-    job.start(h3)
-    job.says("h3", "this node is a spare: it takes the place of a node that is lost")
     lost = job.trees.pop("h2")
     suspended = psutil.Process(lost.process.pid).children(recursive=True) if how == "suspended" else []
     if how == "cut off":
@@ -170,10 +175,8 @@ def test_job_continues_from_the_last_copy_if_the_host_of_the_rendezvous_is_lost(
     h1, h2, h3 = hosts(3)
     job = SparedJob(tmp_path, own_disks, [(0, "training")])
     job.start(h1, h2)
-    name, newest = job.lost(0)
+    name, newest = job.lost_with_spare(h3)
     assert name == "h1"
-    job.start(h3)
-    job.says("h3", "this node is a spare")
     job.trees.pop("h1").die()
     assert job.ended() == [4, 4], job.said()
     (saved,) = map(int, re.findall(r"the state after step (\d+) was saved to .*/run; the same", job.output))
