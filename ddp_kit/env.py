@@ -385,7 +385,12 @@ def is_restarted() -> bool:
 
     torchrun counts only restarts after failures, so under torchrun, only these are known.
     """
-    return any(_number(os.environ, name, 0) > 0 for name in (RESTART_COUNT, NODE_CHANGES))
+    return predecessors() > 0
+
+
+def predecessors() -> int:
+    """How often the job had other workers before these; see `is_restarted`."""
+    return sum(_number(os.environ, name, 0) for name in (RESTART_COUNT, NODE_CHANGES))
 
 
 def attempt_id(env: Mapping[str, str] = os.environ) -> str:

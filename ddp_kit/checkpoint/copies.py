@@ -71,6 +71,7 @@ class Copies:
                 target.note(folder)
             except OSError as error:  # for example, no space
                 raise cannot_write(error, folder) from None
+        self._folder = folder
         self._world = world
         self._seconds = seconds
         self._pace = Pace()
@@ -94,7 +95,7 @@ class Copies:
         """
         all_ranks = size * self._world.local_world_size if shards else size
         if self.series.is_first:
-            self._problem = _too_little(self.series.folder, all_ranks)
+            self._problem = _too_little(self._folder, all_ranks)
         if self._goes_on():
             try:
                 self.series.saver.reserve(all_ranks)
@@ -138,8 +139,8 @@ class Copies:
         self._note_end(wait=True)
         if self.series.is_first:
             with suppress(OSError, CheckpointError):
-                copies = [found.path for found in checkpoints(self.series.folder)]
-                for path in (*copies, *leftovers(self.series.folder)):
+                copies = [found.path for found in checkpoints(self._folder)]
+                for path in (*copies, *leftovers(self._folder)):
                     shutil.rmtree(path, ignore_errors=True)
 
     def common_steps(self) -> CommonSteps:

@@ -99,7 +99,7 @@ def save(copies: Path) -> str:
 def _task(copy: StoredCheckpoint, target: Target) -> WriteTask:
     manifest = copy.manifest
     assert manifest is not None, "complete"
-    files = tuple(StoredRegion(file.name, 0, file.bytes, str(copy.path / file.name)) for file in manifest.files)
+    files = tuple(StoredRegion(file.name, 0, file.bytes, str(copy.file(file.name))) for file in manifest.files)
     return WriteTask(target.folder, copy.step, False, target.keep_last, manifest.versions, files)
 
 

@@ -50,6 +50,8 @@ ASIDE = "set-aside-"
 _NAME = re.compile(rf"step-(\d{{8,}})|{re.escape(REPLACED)}step-(\d{{8,}})-\w+")
 _TENSOR_FILE = re.compile(rf"(.+?)(-\d{{5}}-of-\d{{5}})?{re.escape(TENSORS)}")
 _PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
+# Of a checkpoint that was moved away, the files stay in the folder of its step.
+_FOLDER = re.compile(r"((\.\./\.\./step-\d{8,}/)?[0-9a-f]+)?")
 _HASH = "sha256"  # the key in the manifest for the hash of the rest of the manifest
 _FILE_HASH = re.compile(r"xxh3:[0-9a-f]{32}")
 _LONGEST_MANIFEST = 64 << 20  # enough for 400,000 files
@@ -100,6 +102,8 @@ class Manifest:
     versions: Mapping[str, str]
     """The versions of ddpkit, torch and python."""
     files: tuple[FileRecord, ...]
+    folder: str = ""
+    """In object storage: where the files are, relative to the folder of the manifest."""
 
     @property
     def bytes(self) -> int:
@@ -109,6 +113,8 @@ class Manifest:
     def text(self) -> str:
         """The content of manifest.json, including a hash of everything else in it."""
         content = {"format": FORMAT, **asdict(self)}
+        if not self.folder:
+            del content["folder"]
         return json.dumps({**content, _HASH: _hash_of(content)}, indent=2) + "\n"
 
 
@@ -124,6 +130,22 @@ class StoredCheckpoint:
     """What is wrong with the checkpoint; None if no problem was found."""
 
     @property
+    def place(self) -> str:
+        """Where the checkpoint is, for messages."""
+        return str(self.path)
+
+    @property
+    def run(self) -> str:
+        """The folder in which the checkpoint is, for messages."""
+        return self.place.rpartition("/")[0]
+
+    def file(self, name: str) -> Path:
+        """The path of a file of this checkpoint. Raises `CheckpointError` if it must be fetched, and cannot be."""
+        if self.manifest is None:
+            return self.path / name
+        return self.path / self.manifest.folder / name
+
+    @property
     def whole(self) -> bool:
         """Whether the checkpoint is complete and undamaged, as far as it was checked."""
         return self.problem is None
@@ -134,7 +156,7 @@ class StoredCheckpoint:
         return self.problem is not None and self.problem.startswith(_OTHER_FORMAT)
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem or 'whole'}"
+        return f"{self.place}: {self.problem or 'whole'}"
 
 
 @dataclass(frozen=True)
@@ -235,7 +257,7 @@ def verified(checkpoint: StoredCheckpoint) -> StoredCheckpoint:
     if checkpoint.manifest is None or checkpoint.problem is not None:
         return checkpoint
     with ThreadPoolExecutor(_READERS) as pool:
-        problems = pool.map(lambda file: _wrong_hash(checkpoint.path / file.name, file), checkpoint.manifest.files)
+        problems = pool.map(lambda file: _wrong_hash(checkpoint.file(file.name), file), checkpoint.manifest.files)
         return replace(checkpoint, problem=next(filter(None, problems), None))
 
 
@@ -266,7 +288,7 @@ def read_state(checkpoint: StoredCheckpoint) -> Any:
     records = {file.name: file for file in checkpoint.manifest.files}
     if STATE not in records:
         raise ValueError(f"{STATE} is missing")
-    with open_file(checkpoint.path / STATE) as file:
+    with open_file(checkpoint.file(STATE)) as file:
         content = file.read(records[STATE].bytes + 1)
     if str(Hasher(content)) != records[STATE].hash:
         raise ValueError(wrong_hash(STATE))
@@ -308,6 +330,12 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted(steps.items(), reverse=True)
 
 
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint has this name; None for other names."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found and found[1] else None
+
+
 def _step_of(path: Path) -> int | None:
     """The step in the name of a checkpoint's folder; None for other names."""
     name = _NAME.fullmatch(path.name)
@@ -338,7 +366,7 @@ def _examined(path: Path, step: int | None, *, sizes: bool = True) -> StoredChec
     try:
         with open_file(path / MANIFEST) as file:
             size = min(os.fstat(file.fileno()).st_size, _LONGEST_MANIFEST)  # read() allocates what it is asked for
-            manifest = _manifest(file.read(size + 1))
+            manifest, problem = manifest_in(file.read(size + 1), step)
     except FileNotFoundError:
         if not path.exists():  # a concurrent save removed it
             return None
@@ -349,15 +377,28 @@ def _examined(path: Path, step: int | None, *, sizes: bool = True) -> StoredChec
         problem = "not a ddpkit checkpoint: it is a file"
     except OSError as error:
         problem = f"{MANIFEST} cannot be read: {error.strerror}"
-    except _ManifestError as error:
-        problem = str(error)
     else:
-        files = manifest.files if sizes else ()
-        problem = next(filter(None, (wrong_size(path / file.name, file) for file in files)), None)
-        if step is not None and manifest.step != step:
-            problem = f"{MANIFEST} belongs to step {manifest.step}"
-        step = manifest.step
-    return StoredCheckpoint(path, -1 if step is None else step, manifest, problem)
+        if manifest is not None:
+            step = manifest.step
+    checkpoint = StoredCheckpoint(path, -1 if step is None else step, manifest, problem)
+    if manifest is not None and sizes and problem is None:
+        problems = (wrong_size(checkpoint.file(file.name), file) for file in manifest.files)
+        return replace(checkpoint, problem=next(filter(None, problems), None))
+    return checkpoint
+
+
+def manifest_in(content: bytes, step: int | None) -> tuple[Manifest | None, str | None]:
+    """The manifest in the content of manifest.json, and what is wrong with it.
+
+    `step`: the step in the name of its folder, if any.
+    """
+    try:
+        manifest = _manifest(content)
+    except _ManifestError as error:
+        return None, str(error)
+    if step is not None and manifest.step != step:
+        return manifest, f"{MANIFEST} belongs to step {manifest.step}"
+    return manifest, None
 
 
 class _ManifestError(Exception):
@@ -397,6 +438,8 @@ def _is_valid(manifest: Manifest) -> bool:
         and all(type(value) is str for value in manifest.versions.values())
         and all(map(_is_valid_file, manifest.files))
         and len({file.name for file in manifest.files}) == len(manifest.files)
+        and type(manifest.folder) is str
+        and _FOLDER.fullmatch(manifest.folder) is not None
     )
 
 

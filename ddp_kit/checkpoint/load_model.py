@@ -233,10 +233,10 @@ def _from_checkpoint(checkpoint: StoredCheckpoint, ema: bool) -> _Weights:
         averaged = has_average(state)
         stored = stored_weights(state, ema=ema and averaged)
     if ema and not averaged:
-        raise ConfigError(f"{checkpoint.path} has no averaged weights", "omit ema, or train with the EMA callback")
+        raise ConfigError(f"{checkpoint.place} has no averaged weights", "omit ema, or train with the EMA callback")
     if averaged and not ema:
         logger.info(
-            "{} also has the averaged weights that evaluations used; pass ema=True to load them", checkpoint.path
+            "{} also has the averaged weights that evaluations used; pass ema=True to load them", checkpoint.place
         )
     return _Weights(checkpoint.path, checkpoint.step, load_entries(checkpoint, stored.entries), stored.omitted)
 

@@ -12,44 +12,64 @@ import json
 import os
 import socket
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ddp_kit.checkpoint.writer import RUN_LOCK, try_lock
 from ddp_kit.distributed.world import World, gathered_bytes, largest
 from ddp_kit.errors import CheckpointError
+from ddp_kit.storage.remote import in_words
+from ddp_kit.storage.urls import Location
 
-_OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about to exit
-_SAME_JOB_SECONDS = 30.0  # how long to wait for this job's previous attempt: NFS is slow to notice that a host is gone
+OTHER_RUN_SECONDS = 5.0  # how long to wait for another run, which may be about to exit
+SAME_JOB_SECONDS = 30.0  # how long to wait for this job's previous attempt: NFS is slow to notice that a host is gone
 _POLL_SECONDS = 0.1
 _LONGEST = 4096  # the maximum size of a lock file, in bytes
 _open: set[int] = set()  # the descriptors of this process's lock files
 
 
-class FolderLock:
-    """A run's lock on `folder`, which must exist. `job`: the job's id; empty without a launcher."""
+class RunLock(Protocol):
+    """A lock that lets only one run write to a place."""
 
-    def __init__(self, folder: Path, job: str) -> None:
+    def acquire(self, *, resuming: bool) -> None:
+        """Take the lock.
+
+        `resuming`: whether the run will resume from the checkpoints there, even if another run wrote them.
+        Raises `CheckpointError` if another run holds the lock, or, unless `resuming`, if another run has written there
+        since this run last held it.
+        """
+
+    def release(self) -> None:
+        """Release the lock."""
+
+    @property
+    def job_wrote(self) -> bool:
+        """Whether this job, now or before a restart, wrote the newest checkpoint. Call it while the lock is held."""
+
+    def note_save(self) -> None:
+        """Record that this run writes the newest checkpoint. May raise `CheckpointError`."""
+
+
+class FolderLock:
+    """A run's lock on `folder`, which must exist; see `RunLock`.
+
+    `job`: the job's id; empty without a launcher. `run`: `job`, a slash, and a text that no other run has.
+    """
+
+    def __init__(self, folder: Path, job: str, run: str) -> None:
         self._folder = folder
         self._job = job
-        self._run = f"{job}/{uuid.uuid4().hex}"
+        self._run = run
         self._descriptor: int | None = None
         self._seen: Any = None  # the last run that is known to have written to the folder
         self._finish: Callable[[], Any] = lambda: None
 
     def acquire(self, *, resuming: bool) -> None:
-        """Lock the folder.
-
-        `resuming`: whether the run will resume from the folder's checkpoints, even if another run wrote them.
-        Raises `CheckpointError` if another run holds the lock, or, unless `resuming`, if another run has written to the
-        folder since this run last locked it.
-        """
         with suppress(OSError):  # the file system has no locks
             self._descriptor = os.open(
                 self._folder / RUN_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666
@@ -63,11 +83,7 @@ class FolderLock:
             self._wait()
             last = self._read_holder().get("wrote")
             if last not in (None, self._run, self._seen) and not resuming:
-                raise CheckpointError(
-                    f"another run has written checkpoints to {self._folder} since this run started: {self._holder()}",
-                    "create a new Trainer, which resumes from these checkpoints, or use a separate checkpoint.dir for "
-                    "each run",
-                )
+                raise overwritten_error(self._folder, self._read_holder())
             self._seen = last
             self._write_holder(last)
         except BaseException:
@@ -75,17 +91,14 @@ class FolderLock:
             raise
 
     def release(self) -> None:
-        """Release the lock."""
         self._finish()
         self._descriptor = None
 
     @property
     def job_wrote(self) -> bool:
-        """Whether this job, now or before a restart, wrote the newest checkpoint. Call it while the lock is held."""
         return bool(self._job) and str(self._seen).startswith(f"{self._job}/")
 
     def note_save(self) -> None:
-        """Record that this run wrote the newest checkpoint."""
         if self._seen != self._run:
             self._seen = self._run
             self._write_holder(self._run)
@@ -96,17 +109,11 @@ class FolderLock:
         while try_lock(self._descriptor, fcntl.LOCK_EX) is False:  # None: the file system has no locks
             holder = self._read_holder()
             if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
-                raise CheckpointError(
-                    f"another Trainer in this process is writing checkpoints to {self._folder}",
-                    "use a separate checkpoint.dir for each Trainer, or finish one before starting the next",
-                )
+                raise other_trainer_error(self._folder)
             same_job = bool(self._job) and holder.get("job") == self._job
-            seconds = _SAME_JOB_SECONDS if same_job else _OTHER_RUN_SECONDS
+            seconds = SAME_JOB_SECONDS if same_job else OTHER_RUN_SECONDS
             if time.monotonic() - began > seconds:
-                raise CheckpointError(
-                    f"another run is writing checkpoints to {self._folder}: {self._holder()}",
-                    "wait until that run ends, stop it, or use a separate checkpoint.dir for each run",
-                )
+                raise other_run_error(self._folder, holder)
             time.sleep(_POLL_SECONDS)
 
     def _write_holder(self, wrote: Any) -> None:
@@ -131,11 +138,29 @@ class FolderLock:
                 return holder
         return {}
 
-    def _holder(self) -> str:
-        """The current or last holder in words."""
-        holder = self._read_holder()
-        job = f"job {holder['job']!r}, " if holder.get("job") else ""
-        return f"{job}process {holder.get('pid')!r} on {holder.get('host')!r}, since {holder.get('since')!r}"
+
+def other_run_error(place: Location, holder: Mapping[str, Any]) -> CheckpointError:
+    """The error if another run holds the lock. `holder`: the content of the lock."""
+    return CheckpointError(
+        f"another run is writing checkpoints to {place}: {in_words(holder)}",
+        "wait until that run ends, stop it, or use a separate checkpoint.dir for each run",
+    )
+
+
+def other_trainer_error(place: Location) -> CheckpointError:
+    """The error if another Trainer in this process holds the lock."""
+    return CheckpointError(
+        f"another Trainer in this process is writing checkpoints to {place}",
+        "use a separate checkpoint.dir for each Trainer, or finish one before starting the next",
+    )
+
+
+def overwritten_error(place: Location, holder: Mapping[str, Any]) -> CheckpointError:
+    """The error if another run has written there since this one started. `holder`: the content of the lock."""
+    return CheckpointError(
+        f"another run has written checkpoints to {place} since this run started: {in_words(holder)}",
+        "create a new Trainer, which resumes from these checkpoints, or use a separate checkpoint.dir for each run",
+    )
 
 
 def _unlock(descriptor: int, owner: int) -> None:
@@ -167,10 +192,11 @@ def _close_in_forked_children() -> None:
 class FolderUse:
     """Exclusive use of a checkpoint folder. One rank per folder locks it; if that fails, all ranks raise an error."""
 
-    def __init__(self, world: World, folder: Path | None, lock: FolderLock | None) -> None:
+    def __init__(self, world: World, lock: RunLock | None, *, used: bool) -> None:
+        """`lock`: None on ranks that do not lock the folder. `used`: whether there is a folder."""
         self._world = world
-        self._folder = folder
-        self._lock = lock  # None on ranks that do not lock the folder
+        self._used = used
+        self._lock = lock
         self._depth = 0
 
     @contextmanager
@@ -180,7 +206,7 @@ class FolderUse:
         `resuming`: whether the run resumes from the folder's checkpoints, even if another run wrote them.
         Raises `CheckpointError` if the folder cannot be locked; see `FolderLock.acquire`.
         """
-        if self._depth == 0 and self._folder is not None:
+        if self._depth == 0 and self._used:
             self._acquire(resuming)
         self._depth += 1
         try:

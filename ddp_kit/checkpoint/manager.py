@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +13,11 @@ from torch.optim import Optimizer
 
 from ddp_kit.checkpoint.copies import Copies, open_copies
 from ddp_kit.checkpoint.ending import Target
-from ddp_kit.checkpoint.format import name_of, path_of
-from ddp_kit.checkpoint.lock import FolderLock, FolderUse, raised_on_all_ranks
+from ddp_kit.checkpoint.lock import FolderUse, RunLock, raised_on_all_ranks
 from ddp_kit.checkpoint.model_state import size_of
 from ddp_kit.checkpoint.nodes import as_on_rank_0
 from ddp_kit.checkpoint.packing import Packed, pack
+from ddp_kit.checkpoint.places import readable
 from ddp_kit.checkpoint.reader import load, load_once
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.series import Series, ranks_with_same_folder
@@ -33,8 +32,7 @@ from ddp_kit.checkpoint.state import (
     explained_load_errors,
     mismatch_error,
 )
-from ddp_kit.checkpoint.writer import set_aside
-from ddp_kit.config.settings import TrainerConfig, absolute
+from ddp_kit.config.settings import TrainerConfig, absolute_location, as_yaml
 from ddp_kit.distributed.world import World, broadcast_bytes, gathered_bytes, largest
 from ddp_kit.env import is_restarted, job_id
 from ddp_kit.errors import CheckpointError, FaultyRankError
@@ -42,6 +40,7 @@ from ddp_kit.heartbeat import highest_earlier_step
 from ddp_kit.log import logger
 from ddp_kit.parallel import Strategy
 from ddp_kit.state_values import Piece
+from ddp_kit.storage.urls import Location, check_client
 from ddp_kit.texts import plural
 
 
@@ -79,7 +78,7 @@ class LineagePart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self.lineage
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         self.lineage = dict(state or {})
 
 
@@ -147,10 +146,13 @@ class Checkpoints:
         self.save_requested = False
         """Whether a save is requested for the end of this step, because the state is inconsistent until then."""
         self._memory_reserved = self._checked_storable = False  # whether memory was reserved, and the state was checked
-        lock: FolderLock | None = None
-        folder = None if self._config.dir is None else absolute(self._config.dir)
+        lock: RunLock | None = None
+        folder = None if self._config.dir is None else absolute_location(self._config.dir)
+        if isinstance(folder, str):
+            check_client()
         if folder is not None:
             run = broadcast_bytes(uuid.uuid4().hex.encode(), world).decode()
+            holder = f"{job_id()}/{run}"
             writers = ranks_with_same_folder(folder, run, world)
             if strategy.shards and len(writers) < world.world_size:
                 raise CheckpointError(
@@ -164,6 +166,7 @@ class Checkpoints:
                 background=self._config.save != "blocking",
                 writer=writers.index(world.rank),
                 writers=len(writers),
+                holder=holder,
             )
             self._disk = Series(world, folder, writers, run, saver)
             target = Target(
@@ -173,10 +176,10 @@ class Checkpoints:
                 alone=not self._disk.is_shared or world.world_size == world.local_world_size,
             )
             self.copies = open_copies(world, self._config.memory_seconds, target, run, shards=strategy.shards)
-            lock = FolderLock(folder, job_id()) if self._disk.is_first else None
+            lock = self._disk.place.lock(holder) if self._disk.is_first else None
             if self._config.save == "overlapped":
                 optimizer.register_step_pre_hook(copy_waiter(saver))
-        self._folder_use = FolderUse(world, folder, lock)
+        self._folder_use = FolderUse(world, lock, used=folder is not None)
 
     # --- Saving: a method for each occasion ---------------------------------------------------------------------------
 
@@ -192,12 +195,12 @@ class Checkpoints:
         return self.save_requested or (every is not None and self._progress.step % every == 0)
 
     @property
-    def newest(self) -> Path | None:
+    def newest(self) -> Location | None:
         """The last checkpoint in the run's folder that this run has saved or loaded; None if it is not on disk."""
-        if self._disk is None:
+        if self._disk is None or self._saved_step < 0:
             return None
-        path = self._disk.folder / name_of(max(0, self._saved_step))
-        return path if path.is_dir() else None
+        found = self._disk.place.location(self._saved_step)
+        return found if isinstance(found, str) or found.is_dir() else None
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -296,11 +299,10 @@ class Checkpoints:
         """Context manager for a loop of steps: locks the folder. The loop must call `after_step` after each step."""
         with self._folder_use.exclusive():
             if self._disk is not None and self._disk.is_first:
-                path = self._disk.folder / _CONFIG
-                try:
-                    self._trainer_config.save(path)  # for information only: it is not read on resume
-                except OSError as error:
-                    logger.warning("the configuration could not be written to {}: {}", path, error)
+                try:  # for information only: it is not read on resume
+                    self._disk.place.write(_CONFIG, as_yaml(self._trainer_config))
+                except (OSError, CheckpointError) as error:
+                    logger.warning("the configuration could not be written to {}: {}", self._disk.folder, error)
             try:
                 yield
             except FaultyRankError:
@@ -336,7 +338,7 @@ class Checkpoints:
             with raised_on_all_ranks(self._world) if wait else nullcontext():
                 if disk.is_first:
                     self._folder_use.note_save()
-                    self._set_aside(disk.folder)
+                    self._set_aside(disk)
                 disk.saver.save(
                     step,
                     state(),
@@ -384,11 +386,11 @@ class Checkpoints:
         part = self._parts[name]
         return part.packed_by_all_ranks and part.is_replicated(tensor)
 
-    def _set_aside(self, folder: Path) -> None:
+    def _set_aside(self, disk: Series) -> None:
         """After a resume from an earlier step, move later checkpoints away, so that no restart resumes from them."""
         if self._set_aside_after is None:
             return
-        moved = set_aside(folder, self._set_aside_after)
+        moved = disk.place.set_aside(self._set_aside_after)
         if moved is not None:
             place, steps = moved
             logger.warning(
@@ -414,7 +416,7 @@ class Checkpoints:
         """Resume from the checkpoint that `checkpoint.resume` selects, if any."""
         with self._folder_use.exclusive(resuming=True):
             wanted = self._config.resume
-            path = None if wanted in (None, "auto") else absolute(str(wanted))
+            path = None if wanted in (None, "auto") else absolute_location(str(wanted))
             # After a restart of the workers, resume from this job's newest checkpoint instead of repeating its steps.
             lineage = None if wanted == "auto" else _lineage(path)
             disk = self._disk
@@ -425,14 +427,15 @@ class Checkpoints:
             else:
                 self._begin_lineage(None, set_aside_after=-1)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Location) -> None:
         """Resume from this checkpoint. Raises `CheckpointError` if it is damaged or from a different run."""
         with self._folder_use.exclusive(resuming=True):
             self._load_parts(path, self._state_at(path, self._disk))
-            inside = self._disk is not None and path.resolve().parent == self._disk.folder.resolve()
+            own = None if self._disk is None else self._disk.place.location(self._progress.step)
+            inside = own is not None and _resolved(path) == _resolved(own)
             self._begin_lineage(path, set_aside_after=self._progress.step if inside else -1)
 
-    def _state_at(self, path: Path, series: Series | None, source: int | None = None) -> dict[str, Any]:
+    def _state_at(self, path: Location, series: Series | None, source: int | None = None) -> dict[str, Any]:
         """Read this rank's part of the state of a checkpoint. Raises `CheckpointError`. A collective.
 
         `series`: where the run saves its own checkpoints. `source`: as `CommonSteps.source`.
@@ -444,10 +447,11 @@ class Checkpoints:
         is_shared = series is not None and series.is_shared
         if source is None and is_shared and world.world_size > world.local_world_size and not self._strategy.shards:
             source = 0
-        if source is not None:
-            return load_once(path, world, self._device_of, source)
-        position = world.rank, world.world_size
-        return load(path, device=self._device_of, wanted=self._piece_of, position=position)
+        with readable(path, world) as files:
+            if source is not None:
+                return load_once(files, world, self._device_of, source)
+            position = world.rank, world.world_size
+            return load(files, device=self._device_of, wanted=self._piece_of, position=position)
 
     def _piece_of(self, part: str, tensor: str) -> Piece | None:
         return self._parts[part].piece_of(tensor) if part in self._parts else None
@@ -457,7 +461,7 @@ class Checkpoints:
         device = self._parts[part].device_of(tensor) if part in self._parts else None
         return device or self._world.device
 
-    def _begin_lineage(self, path: Path | None, set_aside_after: int) -> None:
+    def _begin_lineage(self, path: Location | None, set_aside_after: int) -> None:
         """Start a lineage. The next save first moves away the checkpoints of steps after `set_aside_after`."""
         self._lineage.lineage = _lineage(path)
         self._set_aside_after = set_aside_after
@@ -465,7 +469,7 @@ class Checkpoints:
         if self.copies is not None:
             self.copies.remove()
 
-    def _load_parts(self, path: Path, state: dict[str, Any], *, in_memory: bool = False) -> None:
+    def _load_parts(self, path: Location, state: dict[str, Any], *, in_memory: bool = False) -> None:
         """Load all parts, after checking that each matches this run. A collective, because some parts communicate.
 
         `in_memory`: whether `path` is a copy in memory; the step is then not saved on disk.
@@ -520,7 +524,7 @@ class Checkpoints:
                     )
         is_from_another = False  # whether the newest checkpoint on disk is
         for step, series, source in sorted(places, key=lambda place: -place[0]):
-            path = path_of(series.folder, step)
+            path = series.place.location(step)
             state = None if series is disk and is_from_another else self._read(path, series, source)
             if state is None:
                 continue
@@ -539,19 +543,24 @@ class Checkpoints:
             )
         return False
 
-    def _read(self, path: Path, series: Series, source: int | None) -> dict[str, Any] | None:
+    def _read(self, path: Location, series: Series, source: int | None) -> dict[str, Any] | None:
         """Read the state of a checkpoint; log a warning and return None if it is damaged on any rank. A collective.
 
         `source`: as for `_state_at`.
         """
         state = None
         problem = ""
+        unreachable: CheckpointError | None = None
         try:
             state = self._state_at(path, series, source)
         except CheckpointError as error:
             problem = "" if error.reported_elsewhere else error.message
+            unreachable = error if error.transient else None
         if largest(self._world, [len(problem)]) == [0]:
             return state
+        with raised_on_all_ranks(self._world):
+            if unreachable is not None:  # an older checkpoint would silently repeat steps
+                raise unreachable
         problems = gathered_bytes(problem.encode(errors="backslashreplace"), self._world)
         bad = [rank for rank, text in enumerate(problems) if text]
         logger.warning(
@@ -562,6 +571,11 @@ class Checkpoints:
         return None
 
 
-def _lineage(path: Path | None) -> Lineage:
+def _resolved(path: Location) -> str:
+    """A text that is equal for two names of the same folder."""
+    return path if isinstance(path, str) else str(path.resolve())
+
+
+def _lineage(path: Location | None) -> Lineage:
     """The lineage of a run that this job starts from the checkpoint `path`, or from step 0 if `path` is None."""
-    return {"from": None if path is None else str(path.resolve()), "job": job_id()}
+    return {"from": None if path is None else _resolved(path), "job": job_id()}

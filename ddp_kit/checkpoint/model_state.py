@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.parallel import Strategy
 from ddp_kit.parallel.optimizer_trial import missing_state
 from ddp_kit.state_values import Piece, check_same_kind, copied, options_of, plain, same_value, whole_shape
+from ddp_kit.storage.urls import Location
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code, pytree
 
@@ -186,7 +186,7 @@ class ModelPart(SavedPart):
             problems[_SHOWN:] = [f"and {len(problems) - _SHOWN} more"]
         return "; ".join(problems) or None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         omitted = {name: value for name, value in state.items() if is_entry(value)}
         if omitted:
             stored = self._strategy.model_state()
@@ -431,7 +431,7 @@ class OptimizerPart(SavedPart):
             raise ValueError("the options of the checkpoint's optimizer are not one dict per parameter group")
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         own_types, own_devices = self._own["held"]
         types, devices = state["held"]
         groups, changes = self._with_script_options(state)

@@ -29,6 +29,7 @@ from ddp_kit.checkpoint.format import (
 )
 from ddp_kit.checkpoint.lock import raised_on_all_ranks
 from ddp_kit.checkpoint.packing import DEEPEST, DTYPE_OF, DTYPES, METADATA
+from ddp_kit.checkpoint.places import Fetched
 from ddp_kit.checkpoint.weight_files import (
     Destination,
     Key,
@@ -195,7 +196,7 @@ DeviceOf = Callable[[str, str], torch.device]
 
 
 def load(
-    path: Path | str,
+    path: Path | str | Fetched,
     *,
     device: torch.device | str | DeviceOf = "cpu",
     wanted: Wanted = lambda _part, _name: None,
@@ -203,7 +204,8 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint, and return the state that was passed to `Saver.save`.
 
-    `path`: the checkpoint's folder. `device`: where to load tensors that were not in host memory when they were saved.
+    `path`: the checkpoint's folder, or a checkpoint whose files are fetched. `device`: where to load tensors that were
+    not in host memory when they were saved.
     `wanted`: a function that returns the region of a tensor that this process needs, as a `Piece`. The state then has a
     `Piece` with only this region in place of the tensor, and files without wanted regions are not read. A tensor is
     read whole if the function returns None, or a `Piece` of a tensor with a different shape. Without `wanted`, all
@@ -212,7 +214,7 @@ def load(
     Each file is read once, in chunks, and its hash is computed from the same bytes that are returned.
     Raises `CheckpointError` if there is no checkpoint, or it is damaged.
     """
-    checkpoint = examine(Path(path), sizes=position is None)
+    checkpoint = path.examine() if isinstance(path, Fetched) else examine(Path(path), sizes=position is None)
     if checkpoint.manifest is None or not checkpoint.whole:
         raise cannot_load(checkpoint, str(checkpoint.problem))
     with explained_read_errors(checkpoint):
@@ -228,7 +230,7 @@ def load(
     return state
 
 
-def load_once(path: Path, world: World, device: DeviceOf, source: int = 0) -> dict[str, Any]:
+def load_once(path: Path | Fetched, world: World, device: DeviceOf, source: int = 0) -> dict[str, Any]:
     """Read a checkpoint on one rank alone, and return the state, with whole tensors, on all ranks. A collective.
 
     `path`, `device`: as for `load`. `source`: that rank. If it raises `CheckpointError`, all ranks do.
@@ -237,7 +239,7 @@ def load_once(path: Path, world: World, device: DeviceOf, source: int = 0) -> di
     values: dict[Key, Tensor | Piece] = {}
     with raised_on_all_ranks(world):
         if world.rank == source:
-            checkpoint = examine(path)
+            checkpoint = path.examine() if isinstance(path, Fetched) else examine(path)
             if not checkpoint.whole:
                 raise cannot_load(checkpoint, str(checkpoint.problem))
             with explained_read_errors(checkpoint):
@@ -311,7 +313,7 @@ def _memory(whole: Whole, piece: Piece | None) -> tuple[Tensor | Piece, list[Des
 def other_format_error(checkpoint: StoredCheckpoint) -> CheckpointError:
     """The error for a checkpoint that another version of ddpkit has written in another format."""
     return CheckpointError(
-        f"the checkpoint {checkpoint.path} cannot be loaded: it is {checkpoint.problem}",
+        f"the checkpoint {checkpoint.place} cannot be loaded: it is {checkpoint.problem}",
         "use the version of ddpkit that wrote it; or pass another checkpoint or another folder",
     )
 
@@ -349,7 +351,6 @@ def cannot_load(checkpoint: StoredCheckpoint, problem: str) -> CheckpointError:
     if checkpoint.has_other_format:
         return other_format_error(checkpoint)
     return CheckpointError(
-        f"the checkpoint {checkpoint.path} cannot be loaded: {problem}",
-        f"use another checkpoint; `ddpkit checkpoints {checkpoint.path.parent} --verify` shows which ones are "
-        "undamaged",
+        f"the checkpoint {checkpoint.place} cannot be loaded: {problem}",
+        f"use another checkpoint; `ddpkit checkpoints {checkpoint.run} --verify` shows which ones are undamaged",
     )

@@ -5,44 +5,39 @@ import mmap
 import os
 import platform
 import secrets
-import signal
-import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from ctypes import CDLL, c_size_t, c_void_p
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock, Thread
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import psutil
 import torch
-import xxhash
 from torch import Tensor
 
-import ddp_kit
 from ddp_kit import __version__
 from ddp_kit.checkpoint.format import STATE
 from ddp_kit.checkpoint.packing import Division, Layout, Packed, Replicated, Stored, active_writers, pack
 from ddp_kit.checkpoint.writer import (
-    LONGEST_PACKET,
-    STOP,
     Region,
     WriteTask,
     cannot_write,
     make_folder,
     note_gone,
-    readable,
     unfinished_folder,
     write,
 )
+from ddp_kit.child_program import ChildProgram
 from ddp_kit.env import CHECKPOINT_WRITER
 from ddp_kit.errors import CheckpointError, advice_for
 from ddp_kit.log import logger
+from ddp_kit.storage.client import CLIENT_PACKAGES
+from ddp_kit.storage.urls import Location, is_url
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import version_of
 
@@ -207,65 +202,19 @@ def begin_copy(pairs: Iterable[Pair]) -> Callable[[], None]:
 # --- Writers of one process -------------------------------------------------------------------------------------
 
 
-# Runs without site.py, because .pth files may import anything; the folders of the packages it needs are arguments.
-_CODE = (
-    f"import sys; sys.path += sys.argv[4:]; from {CHECKPOINT_WRITER} import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
-)
-_BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
-_LONGEST_ERROR = 2000
-_POLL_SECONDS = 0.5  # a signal that arrives just before a wait does not interrupt it, so waits are short
-
-
-class WriterProcess:
+class WriterProcess(ChildProgram):
     """This rank's handle on its writer process, which runs `writer.main` and writes one checkpoint at a time.
 
-    Making one starts the process. `memory`: the file descriptor of the shared memory.
-
-    Tasks and answers are numbered packets. A signal handler may raise an exception at any line without losing either: a
-    task is sent again unless it is known to have been sent, and an answer stays in the socket until the next task.
+    Making one starts the process. `memory`: the file descriptor of the shared memory. `packages`: what it imports.
     """
 
-    def __init__(self, memory: int) -> None:
-        self._stderr = os.fdopen(os.memfd_create("ddpkit-writer", os.MFD_CLOEXEC), "w+b", buffering=0)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        numbers = os.getpid(), memory, theirs.fileno()
-        folders = (Path(str(package.__file__)).parents[1] for package in (ddp_kit, xxhash))
-        command = [sys.executable, "-I", "-S", "-c", _CODE, *map(str, (*numbers, *folders))]
-        # Block signals before the process starts, so that a signal to the whole job can never terminate it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_SIGNALS)
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                cwd="/",
-                pass_fds=[memory, theirs.fileno()],
-                start_new_session=True,
-            )
-        except OSError:
-            self._socket.close()
-            self._stderr.close()
-            raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-        self._number = 0  # the number of the last task
-        self._task: bytes | None = None  # the packet of a task that has not been answered
-        self._sent = False
-        # Also runs at interpreter exit, and lets a save in progress finish.
-        self._finish = weakref.finalize(self, _end, self._process, self._socket, self._stderr, os.getpid())
+    purpose = "writes checkpoints"
 
-    @property
-    def gone(self) -> bool:
-        """Whether the process has ended."""
-        return self._process.poll() is not None
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
+    def __init__(self, memory: int, packages: Sequence[str]) -> None:
+        super().__init__(CHECKPOINT_WRITER, packages, [memory])
+        self._task: WriteTask | None = None
+        self.lost: WriteTask | None = None
+        """The task that the process was doing when it ended."""
 
     @property
     def seconds(self) -> float:
@@ -277,87 +226,21 @@ class WriterProcess:
 
     def start(self, task: WriteTask) -> None:
         """Start writing a checkpoint; the previous one must be finished."""
-        assert self._task is None, "all tasks use the same memory"
-        self._number += 1
-        self._sent = False
-        self._task = f"{self._number} {task.to_json()}".encode()  # from here on, the memory is in use
-        self._send()
+        self._task = task
+        self.begin(task.to_json())
 
     def finished(self, *, wait: bool) -> bool:
         """Whether the last checkpoint is complete. `wait`: whether to wait for it. Raises an error if it failed."""
-        while self._task is not None:
-            self._send()
-            ended = self._process.poll() is not None  # before reading, so that the process's last answer is not missed
-            problem = self._answer()
-            if problem is not None:
-                self._task = None
-                if problem:
-                    raise CheckpointError(**problem)  # type: ignore[arg-type]
-            elif ended:
-                raise self.release()
-            elif not wait:
-                return False
-            else:
-                _continue(self._process)
-                readable([self._socket.fileno()], _POLL_SECONDS)
-        return True
-
-    def close(self) -> None:
-        """Let the process finish its checkpoint, then stop it."""
-        self._finish()
-
-    def _send(self) -> None:
-        if self._task is not None and not self._sent:
-            with suppress(OSError):  # the process is gone; `finished` reports that
-                self._socket.send(self._task)
-            self._sent = True
-
-    def _answer(self) -> dict[str, str | bool] | None:
-        """The answer to the last task: an empty dict, or the arguments of a `CheckpointError`; None if not answered."""
-        with suppress(OSError):  # no answer yet, or the process is gone
-            while packet := self._socket.recv(LONGEST_PACKET, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                number, problem = json.loads(packet)
-                if number == self._number:
-                    return dict(problem)
-                self._socket.recv(1)  # drop the whole packet, the answer to an earlier task
-        return None
+        done = super().finished(wait=wait)
+        if done:
+            self._task = None
+        return done
 
     def release(self) -> CheckpointError:
         """Release what a process that is gone has used, and return the error for the checkpoint that it was writing."""
-        if self._task is not None:
-            note_gone(WriteTask.from_json(self._task.partition(b" ")[2]))
+        self.lost = self._task
         self._task = None
-        self._finish.detach()
-        code = self._process.wait()
-        self._stderr.seek(0)
-        words = self._stderr.read().decode(errors="replace")[-_LONGEST_ERROR:].strip()
-        _end(self._process, self._socket, self._stderr, os.getpid())
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return CheckpointError(
-            f"the process that writes checkpoints has ended ({how}){words and ': '}{words}",
-            "the next save starts a new process; if SIGKILL killed this one, check with dmesg whether memory ran out",
-            transient=True,
-        )
-
-
-def _continue(process: "subprocess.Popen[bytes]") -> None:
-    """Resume the process if SIGSTOP has stopped it, because training would wait for it forever."""
-    process.send_signal(signal.SIGCONT)
-
-
-def _end(process: "subprocess.Popen[bytes]", requests: socket.socket, stderr: IO[bytes], owner: int) -> None:
-    """Let the process finish its checkpoint, stop it, and close its files."""
-    if os.getpid() != owner:  # a forked child inherits the finalizer
-        return
-    with suppress(OSError):  # the process is gone
-        requests.send(STOP)  # closing the socket is not enough: forked DataLoader workers also hold it open
-    while process.poll() is None:
-        with suppress(OSError):
-            _continue(process)
-            if readable([requests.fileno()], _POLL_SECONDS) and not requests.recv(1):
-                process.wait()  # the process has closed its end of the socket, and exits
-    requests.close()
-    stderr.close()
+        return super().release()
 
 
 class BlockingWriter:
@@ -411,7 +294,7 @@ class Saver:
     `background`: whether to write in a separate process; if False, `save` returns when the checkpoint is on disk.
     `makes_room`: whether to remove other checkpoints before one is written, which is then one more than `keep_last`.
     `writer`, `writers`: the index of this Saver, and the number of Savers that write each checkpoint together, one per
-    process.
+    process. `folder`: a path, or a URL in object storage. `holder`: the run that has locked it, for object storage.
     The first call of `save` or `reserve` allocates as much host memory as this Saver writes per checkpoint; `release`
     and `close` free it.
     Raises `CheckpointError` if the folder cannot be written to.
@@ -426,16 +309,19 @@ class Saver:
         background: bool = True,
         writer: int = 0,
         writers: int = 1,
+        holder: str = "",
     ) -> None:
-        self._folder = Path(folder).absolute()
+        self._folder: Location = folder if is_url(folder) else Path(folder).absolute()
+        self._holder = holder
         self._keep_last = keep_last
         self._makes_room = makes_room
         self._number = writer
         self._writers = writers
-        try:
-            make_folder(self._folder)
-        except OSError as error:
-            raise cannot_write(error, self._folder) from None
+        if isinstance(self._folder, Path):
+            try:
+                make_folder(self._folder)
+            except OSError as error:
+                raise cannot_write(error, self._folder) from None
         self._buffer = SharedBuffer()
         self._free_memory = weakref.finalize(self, self._buffer.close)
         self._background = background
@@ -454,7 +340,7 @@ class Saver:
         """
         self.check(wait=True)
         token = token or secrets.token_hex(4)
-        if self._writers > 1:
+        if self._writers > 1 and isinstance(self._folder, Path):
             with suppress(OSError):
                 make_folder(self._folder)
                 unfinished_folder(self._folder, step, token).mkdir()
@@ -511,14 +397,14 @@ class Saver:
         task = WriteTask(
             str(self._folder), step, best, self._keep_last, _VERSIONS, files,
             token, self._number, division.writers, division.bytes + len(text), division.tensors,
-            self._makes_room, overlap,
+            self._makes_room, overlap, self._holder,
         )  # fmt: skip
         if overlap:
             self._copying = _Copying(later, task)
         else:
             writer.start(task)
             if not self._background:
-                self.check()  # it has been written
+                self.check(wait=True)
 
     @property
     def writer_seconds(self) -> float:
@@ -591,11 +477,13 @@ class Saver:
         if isinstance(self._writer, WriterProcess) and self._writer.gone:  # since the last save
             logger.warning("{}; a new one is started", self._writer.release().message)
             self._writer = None
-        if self._writer is None and not self._background:
+        in_cloud = is_url(self._folder)
+        if self._writer is None and not self._background and not in_cloud:
             self._writer = BlockingWriter(self._buffer)
         elif self._writer is None:
             try:
-                self._writer = WriterProcess(self._buffer.descriptor)
+                packages = CLIENT_PACKAGES if in_cloud else ["xxhash"]
+                self._writer = WriterProcess(self._buffer.descriptor, packages)
             except OSError as error:
                 raise CheckpointError(
                     f"the process that writes checkpoints cannot be started: {error.strerror}",
@@ -622,8 +510,21 @@ class Saver:
             return self._writer.finished(wait=wait) and self._copying is None
         except CheckpointError:
             if self._writer.gone:
-                self._writer = None  # the next save starts another process
+                self._note_lost()
             raise
+
+    def _note_lost(self) -> None:
+        """Tell the other writers that this one has ended during a save. The next save starts another process."""
+        task = self._writer.lost if isinstance(self._writer, WriterProcess) else None
+        self._writer = None
+        if task is None or task.writer == 0:
+            return
+        if not is_url(task.folder):
+            note_gone(task)
+            return
+        writer = self._open()
+        assert isinstance(writer, WriterProcess), "in object storage"
+        writer.start(replace(task, lost=True))
 
 
 class _Copying:

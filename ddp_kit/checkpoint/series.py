@@ -1,16 +1,16 @@
 """`Series`: the checkpoints in one folder, and the ranks that write them together."""
 
 from itertools import takewhile
-from pathlib import Path
 
-from ddp_kit.checkpoint.format import StoredCheckpoint, checkpoints
+from ddp_kit.checkpoint.format import StoredCheckpoint
 from ddp_kit.checkpoint.lock import raised_on_all_ranks
+from ddp_kit.checkpoint.places import place_of
 from ddp_kit.checkpoint.reader import other_format_error
 from ddp_kit.checkpoint.saver import Saver
-from ddp_kit.checkpoint.writer import wait_for_writers
 from ddp_kit.distributed.world import World, gathered
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
+from ddp_kit.storage.urls import Location
 
 _COMPARED = 32  # nodes with separate folders compare this many of their newest checkpoints, to find a common one
 _NOT_LISTED = -2  # in place of steps: another rank lists this rank's folder
@@ -20,12 +20,13 @@ _MARK = ".mark-"  # the name prefix of a file that shows whether two nodes see t
 class Series:
     """The checkpoints in one folder, which several ranks write together. Each node may have a folder of its own."""
 
-    def __init__(self, world: World, folder: Path, ranks: list[int], run: str, saver: Saver) -> None:
+    def __init__(self, world: World, folder: Location, ranks: list[int], run: str, saver: Saver) -> None:
         """`ranks`: the ranks with the same folder, this rank included. `run`: a text that no other Trainer has.
 
         `saver`: this rank's; its index among the writers is that of this rank in `ranks`.
         """
         self.folder = folder
+        self.place = place_of(folder)
         self.saver = saver
         self.is_first = ranks[0] == world.rank
         """Whether this rank completes the checkpoints in its folder, and lists them for the other ranks."""
@@ -54,8 +55,7 @@ class Series:
         saved: list[StoredCheckpoint] = []
         with raised_on_all_ranks(self._world):
             if self.is_first:  # one rank per folder, because the files of a checkpoint grow with the number of ranks
-                wait_for_writers(self.folder, wait_seconds)
-                saved = [*checkpoints(self.folder)]
+                saved = self.place.listed(wait_seconds)
             for checkpoint in takewhile(lambda checkpoint: not checkpoint.whole, saved):
                 if checkpoint.has_other_format:
                     raise other_format_error(checkpoint)
@@ -90,7 +90,7 @@ class CommonSteps:
         if 0 < len(having) < len(of_ranks):
             self.source = next(rank for rank, steps in of_ranks.items() if steps)
 
-    def check_difference(self, folder: Path) -> None:
+    def check_difference(self, folder: Location) -> None:
         """Raise `CheckpointError` if nodes have checkpoints, but no common ones. `folder`: its name on all nodes."""
         if self.steps or not any(self._of_ranks.values()):
             return
@@ -103,12 +103,16 @@ class CommonSteps:
         )
 
 
-def ranks_with_same_folder(folder: Path, run: str, world: World) -> list[int]:
+def ranks_with_same_folder(folder: Location, run: str, world: World) -> list[int]:
     """The ranks, including this one, that use the same folder as this rank. A collective. Raises `CheckpointError`.
+
+    All ranks see the same object storage.
 
     A rank that sees rank 0's folder shares it with all other ranks that see it. Any other rank shares a folder with
     the ranks of its node. `run`: a text that no other Trainer has; equal on all ranks.
     """
+    if isinstance(folder, str):
+        return [*range(world.world_size)]
     mark = folder / f"{_MARK}{run}"
     if world.rank == 0:
         for old in folder.glob(f"{_MARK}*"):  # left by a run that was killed at this point

@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -42,6 +41,7 @@ from ddp_kit.log import logger
 from ddp_kit.model.precision import Precision
 from ddp_kit.parallel import Strategy
 from ddp_kit.state_values import Piece, plain, real_number, whole_number
+from ddp_kit.storage.urls import Location
 from ddp_kit.texts import plural, some
 from ddp_kit.torch_internals import pytree
 
@@ -56,7 +56,7 @@ class StateMismatchError(Exception):
 
 
 @contextmanager
-def explained_load_errors(path: Path) -> Iterator[None]:
+def explained_load_errors(path: Location) -> Iterator[None]:
     """Context manager that re-raises errors in a checkpoint's content as `CheckpointError`. `path`: the checkpoint."""
     try:
         yield
@@ -71,7 +71,7 @@ def explained_load_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def mismatch_error(path: Path, what: str) -> CheckpointError:
+def mismatch_error(path: Location, what: str) -> CheckpointError:
     """The error for a checkpoint that does not match this run. `what`: the difference."""
     return CheckpointError(
         f"the checkpoint {path} does not match the model, optimizer or scheduler of this run: {what}",
@@ -153,7 +153,7 @@ class SavedPart(ABC):
         return None
 
     @abstractmethod
-    def load_state_dict(self, state: Any, path: Path) -> None:
+    def load_state_dict(self, state: Any, path: Location) -> None:
         """Load a state that `state_dict()` returned. `path`: the checkpoint, for messages. May raise any error."""
 
     def load_nothing(self) -> None:  # noqa: B027 - most parts have nothing to say
@@ -317,7 +317,7 @@ _OURS = "ddp_kit."
 _EVERY_RANK = "every_rank"
 
 
-def load_callbacks(path: Path, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
+def load_callbacks(path: Location, callbacks: Sequence[Callback], saved: list[Any], rank: int, ranks: int) -> None:
     """Load saved states into callbacks of the same class, in order. Warns about callbacks or states without a match.
 
     `path`: the checkpoint, for messages. `saved`: the class name and the state of each callback. Raises
@@ -421,7 +421,7 @@ class PrecisionPart(SavedPart):
                 )
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         self._precision.set_state(state["scaler"])
         self._steps.skipped_steps = state["skipped"]
 
@@ -502,7 +502,7 @@ class RandomPart(SavedPart):
                 set_random_states(before)
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         self._loaded = self._own(state)
         self._known = False
 
@@ -542,7 +542,7 @@ class StrategyPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._strategy.state_dict()
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         self._strategy.load_state_dict(state)
 
 
@@ -584,7 +584,7 @@ class CallbacksPart(SavedPart):
             raise ValueError("the callbacks' states are not a list of pairs (name, state)")
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:
+    def load_state_dict(self, state: Any, path: Location) -> None:
         load_callbacks(path, self._callbacks, [*state], self._world.rank, self._world.world_size)
 
 
@@ -627,7 +627,7 @@ class BestPart(SavedPart):
             whole_number(state["step"], "the step of the best evaluation", -1)
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         if self._best_value is not None and state is not None and self._best_value.load_state_dict(state["watched"]):
             self._step = state["step"]
 
@@ -644,7 +644,7 @@ class ConfigPart(SavedPart):
     def state_dict(self, ranks: Sequence[Any]) -> Any:  # noqa: ARG002
         return self._settings
 
-    def load_state_dict(self, state: Any, path: Path) -> None:
+    def load_state_dict(self, state: Any, path: Location) -> None:
         pass
 
 
@@ -654,7 +654,7 @@ VERSIONS = "versions"
 """The key under which a checkpoint stores the version of each part."""
 
 
-def as_parts(path: Path, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
+def as_parts(path: Location, state: Mapping[str, Any], parts: Sequence[SavedPart]) -> dict[str, Any]:
     """The saved state of each part.
 
     Raises `CheckpointError` for another version of a part, and `ValueError` if a required part is missing.

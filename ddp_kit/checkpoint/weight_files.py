@@ -143,7 +143,7 @@ class TensorFiles:
             self.tensors.update(((part, name), whole) for name, whole in search.found().items())
 
     def _examined(self, record: FileRecord) -> _File:
-        path = self._checkpoint.path / record.name
+        path = self._checkpoint.file(record.name)
         if problem := wrong_size(path, record):
             raise ValueError(problem)
         with open_file(path) as file:
@@ -164,7 +164,7 @@ class TensorFiles:
 
     def _read(self, file: _File, wanted: Mapping[Key, Sequence[Destination]]) -> None:
         hasher = Hasher(file.header)
-        with open_file(self._checkpoint.path / file.record.name) as opened:
+        with open_file(self._checkpoint.file(file.record.name)) as opened:
             opened.seek(len(file.header))
             for name, record in file.tensors.items():
                 _copy(record, wanted.get((file.part, name), ()), opened, hasher)

@@ -11,12 +11,9 @@ import math
 import mmap
 import os
 import secrets
-import select
 import shutil
-import socket
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -41,7 +38,9 @@ from ddp_kit.checkpoint.format import (
     name_of,
     open_file,
 )
+from ddp_kit.child_program import serve
 from ddp_kit.errors import CheckpointError, advice_for
+from ddp_kit.storage.urls import is_url
 
 # --- File operations --------------------------------------------------------------------------------------------------
 # File operations are methods, so that a test can make any of them fail, or kill the process during one.
@@ -146,6 +145,10 @@ class WriteTask:
     """Whether to remove other checkpoints before this one is written, which is then one more than `keep_last`."""
     overlapped: bool = False
     """Whether each rank starts its writer in its next step; a rank on another host may still wait for its batch."""
+    holder: str = ""
+    """In object storage: the run that must hold the lock when the checkpoint is completed; "": any."""
+    lost: bool = False
+    """In object storage: whether to tell writer 0 that the process with this share has ended, and write nothing."""
 
     @property
     def size(self) -> int:
@@ -313,14 +316,15 @@ def collect(task: WriteTask, unfinished: Path, abandoned: Callable[[], bool]) ->
                 raise OSError(number, os.strerror(number))
         for writer, name in [*waiting.items()]:
             if f"{name}.json" in names:
-                records += _records_of(unfinished / f"{name}.json", task, writer)
+                with open_file(unfinished / f"{name}.json") as file:
+                    records += records_in(file.read(_LONGEST_RECORD), task, writer)
                 del waiting[writer]
             elif f"{name}{_GONE}" in names:
-                raise _missing(task, writer, "has ended")
+                raise missing_writer(task, writer, "has ended")
             elif writer in ended:
-                raise _missing(task, writer, "has ended or never started")
+                raise missing_writer(task, writer, "has ended or never started")
         if waiting and growth.still_seconds > _STALL_SECONDS:
-            raise _missing(task, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
+            raise missing_writer(task, min(waiting), f"has written nothing for {_STALL_SECONDS:g} s")
         if waiting:
             waited = time.monotonic() - began
             time.sleep(min(max(waited / _POLLS_PER_WAIT, _FIRST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
@@ -383,10 +387,12 @@ def _is_unlocked(path: Path) -> bool:
         return try_lock(file, fcntl.LOCK_EX) is True
 
 
-def _records_of(path: Path, task: WriteTask, writer: int) -> list[FileRecord]:
-    """The records of the files of another writer's share. `path`: the file in which this writer has left them."""
-    with open_file(path) as file:
-        share = json.loads(file.read(_LONGEST_RECORD))
+def records_in(content: bytes, task: WriteTask, writer: int) -> list[FileRecord]:
+    """The records of the files of another writer's share. `content`: what this writer has left.
+
+    Raises `CheckpointError` if it has other tensors than writer 0.
+    """
+    share = json.loads(content)
     if share["tensors"] != task.tensors:
         raise CheckpointError(
             f"the checkpoint of step {task.step} was not saved: writer {writer} (of {task.writers}, counted from 0) "
@@ -396,7 +402,8 @@ def _records_of(path: Path, task: WriteTask, writer: int) -> list[FileRecord]:
     return [FileRecord(**file) for file in share["files"]]
 
 
-def _missing(task: WriteTask, writer: int, problem: str) -> CheckpointError:
+def missing_writer(task: WriteTask, writer: int, problem: str) -> CheckpointError:
+    """The error for a checkpoint of which a share is missing."""
     return CheckpointError(
         f"the checkpoint of step {task.step} was not saved: writer {writer} (of {task.writers}, counted from 0) "
         f"{problem}",
@@ -665,71 +672,33 @@ def _explained(task: WriteTask, folder: Path, system: System) -> Iterator[None]:
         raise cannot_write(error, folder) from None
 
 
+def write_anywhere(task: WriteTask, memory: memoryview, *, abandoned: Callable[[], bool] = bool) -> None:
+    """Write a checkpoint on disk or in object storage. Arguments and errors: as for `write`."""
+    if not is_url(task.folder):
+        write(task, memory, abandoned=abandoned)
+        return
+    from ddp_kit.storage import saving  # imports a client, which starts threads
+
+    if task.lost:
+        saving.tell_lost(task)
+    else:
+        saving.write(task, memory, abandoned=abandoned)
+
+
 # --- Writer process ---------------------------------------------------------------------------------------------------
-# The writer process starts in about 50 ms, because it does not import torch or numpy. Its loop waits for one of:
-#
-#     a packet with a number and a `WriteTask`                    write the checkpoint from shared memory, then answer
-#                                                                 with the number and the error
-#     a stop packet, end of file, end of the training process     exit
 
 
-STOP = b"\n"
-"""The packet that tells the writer process to exit."""
-LONGEST_PACKET = 1 << 16
-_LONGEST_TEXT = 10_000
-_BUG = "this is a bug in ddpkit: please report it; until it is fixed, try checkpoint.save='blocking'"
-
-
-def main(parent: int, memory: int, line: int) -> None:
+def main(parent: int, line: int, memory: int) -> None:
     """Write the checkpoints that the training process requests.
 
-    `parent`: the id of the training process. `memory`, `line`: file descriptors of the shared memory and the socket.
-    Signals were blocked before this process started, because a signal to the whole job must not interrupt a save.
+    `parent`: the id of the training process. `line`, `memory`: file descriptors of the socket and the shared memory.
     """
-    waits: list[int] = [line]
-    with suppress(OSError):  # needed because a forked DataLoader worker may keep the other end of the socket open
-        waits.append(os.pidfd_open(parent))
-    if os.getppid() != parent:
-        return
-    done = 0
-    with socket.socket(fileno=line) as requests:
-        while line in readable(waits):
-            try:
-                packet = requests.recv(LONGEST_PACKET)
-            except ConnectionResetError:  # raised once if the training process ended without reading an answer;
-                continue  # the next recv returns a task that it had sent before
-            if packet in (b"", STOP):
-                return
-            number, _, text = packet.partition(b" ")
-            if int(number) > done:  # otherwise the task was sent twice
-                done = int(number)
-                task = WriteTask.from_json(text)
-                problem: dict[str, str | bool] = {}
-                content = None
-                try:
-                    # Not closed, but unmapped when the last reference to it is gone: after an error, slices of it live
-                    # as long as the traceback, and closing it would raise a BufferError instead.
-                    content = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
-                    write(task, content, abandoned=lambda: os.getppid() != parent)
-                except CheckpointError as error:
-                    problem = {"message": error.message, "hint": error.hint, "transient": error.transient}
-                except Exception:
-                    trace = traceback.format_exc()[-_LONGEST_TEXT:]
-                    message = f"the checkpoint of step {task.step} could not be written:\n{trace}"
-                    problem = {"message": message, "hint": _BUG}
-                finally:
-                    content = None
-                with suppress(OSError):  # the training process has ended
-                    requests.send(json.dumps([done, problem]).encode())
 
+    def handle(request: str) -> None:
+        task = WriteTask.from_json(request)
+        # Not closed, but unmapped when the last reference to it is gone: after an error, slices of it live as long as
+        # the traceback, and closing it would raise a BufferError instead.
+        content = memoryview(mmap.mmap(memory, 0, prot=mmap.PROT_READ))
+        write_anywhere(task, content, abandoned=lambda: os.getppid() != parent)
 
-def readable(descriptors: Iterable[int], seconds: float | None = None) -> set[int]:
-    """Wait until a descriptor can be read from or has been hung up, and return all such descriptors.
-
-    `seconds`: how long to wait at most; None: forever. Uses poll, because select refuses descriptors of 1024 and more,
-    which a training process with many open files has.
-    """
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000)}
+    serve(parent, line, handle)

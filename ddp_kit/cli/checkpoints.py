@@ -194,7 +194,7 @@ def _pieces(checkpoint: StoredCheckpoint) -> _Pieces:
         part = part_of(file.name)
         if part is None:
             continue
-        path = checkpoint.path / file.name
+        path = checkpoint.file(file.name)
         try:
             with open_file(path) as opened:
                 table, header = read_header(opened, file.bytes)
@@ -240,7 +240,7 @@ def _values(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         content = read_state(checkpoint)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{checkpoint.path / STATE} cannot be read: {error}", "add --verify to check all files"
+            f"{checkpoint.place}: {STATE} cannot be read: {error}", "add --verify to check all files"
         ) from None
     return dict(_leaves("", content))
 

@@ -84,13 +84,13 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
         if error.filename:
             reason += f": {error.filename}"
         raise CheckpointError(
-            f"the weights of {checkpoint.path} could not be exported: {reason}",
+            f"the weights of {checkpoint.place} could not be exported: {reason}",
             advice_for(error, "check that path and its permissions"),
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} cannot be exported: {error}",
-            f"choose another checkpoint; `ddpkit checkpoints {checkpoint.path.parent} --verify` shows damaged ones",
+            f"the checkpoint {checkpoint.place} cannot be exported: {error}",
+            f"choose another checkpoint; `ddpkit checkpoints {checkpoint.run} --verify` shows damaged ones",
         ) from None
     return 0
 
@@ -102,7 +102,7 @@ def _checkpoint(source: Path, wants_best: bool, terminal: Terminal) -> StoredChe
         if checkpoint.whole:
             return checkpoint
         raise CheckpointError(
-            f"the checkpoint {checkpoint.path} cannot be exported: {checkpoint.problem}",
+            f"the checkpoint {checkpoint.place} cannot be exported: {checkpoint.problem}",
             "choose another checkpoint in the same folder",
         )
     choice = newest_whole(source)
@@ -123,7 +123,7 @@ def _export(checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, 
     state = read_state(checkpoint)
     if ema and not has_average(state):
         raise UsageError(
-            f"{checkpoint.path} has no averaged weights", "remove --ema: the run did not use the EMA callback"
+            f"{checkpoint.place} has no averaged weights", "remove --ema: the run did not use the EMA callback"
         )
     stored = stored_weights(state, ema=ema)
     names, tied = _names(stored)

@@ -33,6 +33,8 @@ from ddp_kit import __version__
 from ddp_kit.config import combinations
 from ddp_kit.env import rank_for_messages, rehearsal_folder
 from ddp_kit.errors import ConfigError, nearest
+from ddp_kit.masking import masked
+from ddp_kit.storage.urls import Location, location
 from ddp_kit.texts import kind_of, plural
 from ddp_kit.uncaught import show_without_traceback
 
@@ -233,6 +235,20 @@ class DataConfig(_Settings):
     )
 
 
+def _checked_place(place: Any) -> Any:
+    """A path, or a URL as text. Raises `ValueError` for a URL that cannot be used."""
+    if not isinstance(place, (str, Path)):
+        return place
+    try:
+        return location(place)
+    except ConfigError as error:
+        raise ValueError(f"{error.message}; {error.hint}") from None
+
+
+Place = Annotated[Path | str, BeforeValidator(_checked_place)]
+"""A folder: a path, or a URL in object storage."""
+
+
 class CheckpointConfig(_Settings):
     """Settings for checkpoints of a run: when and where they are saved, and how a run resumes."""
 
@@ -240,7 +256,11 @@ class CheckpointConfig(_Settings):
 
         def __init__(self, **settings: Unpack[CheckpointSettings]) -> None: ...
 
-    dir: Path | None = Field(default=None, description="Folder for checkpoints; None: no checkpoints are saved.")
+    dir: Place | None = Field(
+        default=None,
+        description="Folder for checkpoints: a path, or a URL in object storage such as s3://bucket/run; None: no "
+        "checkpoints are saved.",
+    )
     every_steps: Count | None = Field(default=None, description="Optimizer steps between saves.")
     every_seconds: PositiveFloat | None = Field(default=None, description="Seconds between saves, measured on rank 0.")
     memory_seconds: PositiveFloat | None = Field(
@@ -270,18 +290,22 @@ class CheckpointConfig(_Settings):
         "but `optimizer.step()` modifies weights and optimizer state. Other modifications raise an error if torch "
         "detects them; torch cannot detect writes through `.data`, NumPy views or custom kernels.",
     )
-    resume: Literal["auto"] | Path | None = Field(
+    resume: Literal["auto"] | Place | None = Field(
         default="auto",
-        description='Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: do not '
-        "resume.",
+        description='Checkpoint to resume from: a path or URL; "auto": the newest complete one in `dir`, if any; None: do '
+        "not resume.",
     )
 
     @field_validator("dir")
     @classmethod
-    def _in_folder_of_rehearsal(cls, folder: Path | None) -> Path | None:
+    def _in_folder_of_rehearsal(cls, folder: Location | None) -> Location | None:
         """In a rehearsal (`ddpkit rehearse`), checkpoints are saved in a folder of this run alone."""
         rehearsal = rehearsal_folder()
-        if rehearsal is None or folder is None or folder.is_relative_to(rehearsal):
+        if rehearsal is None or folder is None:
+            return folder
+        if isinstance(folder, str):
+            return rehearsal.joinpath("checkpoints", folder.replace("://", "/"))
+        if folder.is_relative_to(rehearsal):
             return folder
         return rehearsal.joinpath("checkpoints", *folder.absolute().parts[1:])
 
@@ -688,8 +712,13 @@ class TrainerConfig(_Settings):
         Raises:
             OSError: If the file cannot be written.
         """
-        settings = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        absolute(path).write_text(f"# TrainerConfig of ddpkit {__version__}\n{settings}", encoding="utf-8")
+        absolute(path).write_text(as_yaml(self), encoding="utf-8")
+
+
+def as_yaml(config: TrainerConfig) -> str:
+    """The content of the file that `TrainerConfig.save` writes."""
+    settings = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return f"# TrainerConfig of ddpkit {__version__}\n{settings}"
 
 
 def settings_equal_on_all_ranks(config: TrainerConfig) -> dict[str, Any]:
@@ -703,6 +732,12 @@ def settings_equal_on_all_ranks(config: TrainerConfig) -> dict[str, Any]:
                 yield f"{prefix}{name}", values[name]
 
     return dict(unmarked(TrainerConfig, config.model_dump(mode="json")))
+
+
+def absolute_location(place: str | Path) -> Location:
+    """A folder as an absolute path, or its checked URL. Raises `ConfigError`."""
+    found = location(place)
+    return found if isinstance(found, str) else absolute(found)
 
 
 def absolute(path: str | Path) -> Path:
@@ -857,7 +892,7 @@ def _sentence(owner: type[BaseModel], path: tuple[str, ...], errors: list[ErrorD
     if errors[0]["type"] == "extra_forbidden":
         return f"{name} = {value!r}: there is no such setting; {_nearest_setting(path)}"
     if raised:
-        return f"{name} = {value!r}: {raised[0]['ctx']['error']}"
+        return f"{name} = {masked(repr(value))}: {raised[0]['ctx']['error']}"
     if _group(_field(owner, path)):
         return f"{name} = {_short_repr(value)}: this is a group of settings; use {name}={_group_with(name, value)}"
     allowed = list(dict.fromkeys(text for error in errors for text in _allowed(error)))

@@ -18,6 +18,7 @@ from ddp_kit.checkpoint.state import LONGEST_TEXT, SavedPart, StateMismatchError
 from ddp_kit.distributed.world import World, gathered_bytes
 from ddp_kit.log import logger
 from ddp_kit.metrics import MetricObject
+from ddp_kit.storage.urls import Location
 
 # --- Finding them -----------------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class ModulesPart(SavedPart):
                         return f"{key} of the module {name} has shape {shape} in the checkpoint, but {now} in this run"
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         for name, module in self._modules.items():
             if name in state:
                 current = module.state_dict(keep_vars=True)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from ddp_kit.checkpoint.manager import Checkpoints
@@ -27,6 +26,7 @@ from ddp_kit.errors import DataError, DdpKitError
 from ddp_kit.log import logger
 from ddp_kit.records import Step
 from ddp_kit.state_values import flag, real_number, whole_number
+from ddp_kit.storage.urls import Location
 
 # --- Position ---------------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Position(SavedPart):
                 raise ValueError(f"{name} is {fact!r}")
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         vars(self).update({name: value for name, value in state.items() if name in vars(self)})
 
 
@@ -177,7 +177,7 @@ class StreamPart(SavedPart):
         stream_position_of(state, self._world.rank, self._world.world_size)
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         self._position.stream_position = stream_position_of(state, self._world.rank, self._world.world_size)
 
 

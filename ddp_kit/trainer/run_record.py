@@ -42,6 +42,7 @@ from ddp_kit.errors import ConfigError
 from ddp_kit.log import logger
 from ddp_kit.masking import masked_env, masked_words
 from ddp_kit.records import FitResult, LogRow
+from ddp_kit.storage.urls import Location
 from ddp_kit.texts import count_text, duration_text, plural, size_text
 from ddp_kit.torch_internals import compilations
 from ddp_kit.trainer.updates import optimizer_kind
@@ -123,7 +124,7 @@ def conclude(
     began: int,
     seconds: float,
     best: tuple[str, float] | None = None,
-    saved: Path | None = None,
+    saved: Location | None = None,
 ) -> None:
     """Log the duration of the run, this rank's time by phase, and the results.
 
@@ -213,7 +214,9 @@ class RunRecord(Callback):
         self._model = model
         self._optimizer = described_optimizer(optimizer)
         saved = config.checkpoint.dir
-        self._folder = default_record_folder() if saved is None else absolute(saved) / RECORD_FOLDER
+        # In object storage, a row could not be appended to a file.
+        self._on_disk = isinstance(saved, Path)
+        self._folder = absolute(saved) / RECORD_FOLDER if isinstance(saved, Path) else default_record_folder()
         self._noted = Path()  # the folder that this process has added to `_in_loop`
         self._rows: _Rows | None = None
         self._attempts: _Rows | None = None
@@ -241,7 +244,7 @@ class RunRecord(Callback):
         self._samples_after = step
         if self._folder is None:
             return
-        if first and self._config.checkpoint.dir is None and (number := next(_numbers)) > 1:
+        if first and not self._on_disk and (number := next(_numbers)) > 1:
             self._folder = self._folder.with_name(f"{RECORD_FOLDER}-{number}")
         folder = self._folder
         if self._world.is_main:

@@ -10,7 +10,6 @@ Stepping it again works for every scheduler, also for those that compute a rate 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from ddp_kit.checkpoint.state import SavedPart, ScriptValues, SettingChange, log_setting_changes
 from ddp_kit.log import logger
 from ddp_kit.state_values import check_same_kind, copied, options_of, plain, same_value, whole_number
+from ddp_kit.storage.urls import Location
 from ddp_kit.trainer.learning_rates import EveryEpoch, WarmUp, explained_ticks
 
 _FIELDS = ("last_epoch", "base_lrs", "_last_lr", "_step_count")  # attributes of every LRScheduler
@@ -104,7 +104,7 @@ class SchedulerPart(SavedPart):
             _ = [*_changes(current, start, current.state_dict())]
         return None
 
-    def load_state_dict(self, state: Any, path: Path) -> None:  # noqa: ARG002
+    def load_state_dict(self, state: Any, path: Location) -> None:  # noqa: ARG002
         for name, scheduler, saved in self._with_saved(state):
             before = saved["state"]
             start = saved["start"]

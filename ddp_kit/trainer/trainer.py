@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ddp_kit import log
 from ddp_kit.callbacks import Callback
 from ddp_kit.callbacks.callback import Gradients, check_metric
-from ddp_kit.config.settings import TrainerConfig, absolute, named_arguments
+from ddp_kit.config.settings import TrainerConfig, absolute_location, named_arguments
 from ddp_kit.data import Data
 from ddp_kit.data.feed import Feed, Share, loader_batch_size
 from ddp_kit.data.sampler import plan_batches
@@ -330,13 +330,13 @@ class Trainer:
         A collective: all ranks call it.
 
         Args:
-            path: The folder of one checkpoint.
+            path: The folder of one checkpoint, or its URL in object storage.
 
         Raises:
             CheckpointError: If the checkpoint is damaged or from a different run.
         """
         if self._enter("resume()"):
-            self._run.checkpoints.load(absolute(path))
+            self._run.checkpoints.load(absolute_location(path))
             self._run.heartbeat.set_step(self.step)
             self._run.state.resumed()
 

@@ -144,9 +144,9 @@ def test_transient_error_is_logged_once_and_the_next_copy_is_later(
 
 def test_error_of_the_writer_is_logged_once(copies: Copies, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(writer: Any, *, wait: bool) -> bool:
-        if writer._task is None:
+        if writer._packet is None:
             return True
-        writer._task = None
+        writer._packet = None
         raise CheckpointError("there is no space", "make some", transient=True)
 
     with monkeypatch.context() as patch:

@@ -17,6 +17,7 @@ import pytest
 from ddp_kit.checkpoint import writer as writer_program
 from ddp_kit.checkpoint.format import checkpoints, leftovers, name_of, newest_whole
 from ddp_kit.checkpoint.writer import LOCK, Region, System, WriteTask, wait_for_writers, write
+from ddp_kit.child_program import STOP
 from ddp_kit.errors import CheckpointError
 from tests.support.counting import KILLED, MOST, Counting
 from tests.support.launching import seconds
@@ -134,10 +135,10 @@ def test_writer_process_with_a_write_error_reports_it_and_unmaps_the_memory(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, ThreadPoolExecutor(1) as pool, os.fdopen(os.memfd_create("the-state"), "wb", buffering=0) as memory:
         memory.write(content)
-        writer = pool.submit(writer_program.main, os.getppid(), memory.fileno(), theirs.detach())
+        writer = pool.submit(writer_program.main, os.getppid(), theirs.detach(), memory.fileno())
         ours.send(b"1 " + requested.to_json().encode())
-        number, problem = json.loads(ours.recv(writer_program.LONGEST_PACKET))
-        ours.send(writer_program.STOP)
+        number, problem, _ = json.loads(ours.recv(1 << 16))
+        ours.send(STOP)
         writer.result(seconds(60))
     assert number == 1
     assert problem["transient"] == (code != errno.EIO)

@@ -1,0 +1,86 @@
+"""`Service`: how a process without obstore uses object storage. See service.py for the program that it starts."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ddp_kit.checkpoint.format import MANIFEST, StoredCheckpoint, manifest_in, step_of
+from ddp_kit.child_program import ChildProgram
+from ddp_kit.errors import CheckpointError
+from ddp_kit.storage.remote import RemoteCheckpoint
+from ddp_kit.storage.urls import check_client
+
+CLIENT_PACKAGES = ("xxhash", "obstore", "typing_extensions")
+"""What programs that use object storage import."""
+
+
+class _Program(ChildProgram):
+    purpose = "uses the object store"
+
+    def __init__(self) -> None:
+        super().__init__("ddp_kit.storage.service", CLIENT_PACKAGES)
+
+
+class Service:
+    """The objects under a URL, through a child process, which is started when it is needed.
+
+    All methods may raise `CheckpointError`. A process that has ended is replaced; it then holds no lock.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises `ConfigError` if the client is not installed."""
+        check_client()
+        self.url = url
+        self._program: _Program | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether the process is running."""
+        return self._program is not None and not self._program.gone
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """The result of a method of the service."""
+        program = self._program
+        if program is None or program.gone:
+            program = self._program = self._start()
+        while True:
+            try:
+                if program.finished(wait=True):  # an earlier call may have been interrupted
+                    break
+            except CheckpointError:
+                continue
+        program.begin(json.dumps([self.url, method, arguments]))
+        program.finished(wait=True)
+        return program.result
+
+    def checkpoint(self, place: str, folder: Path, *, owned: bool) -> StoredCheckpoint:
+        """A checkpoint whose files are fetched to `folder` when they are read.
+
+        `place`: its folder, relative to the URL. `owned`: whether the process removes the folder when it ends.
+        """
+        fetch = partial(self._fetch, place, folder, owned)
+        fetch("")
+        step = step_of(place.rpartition("/")[2])
+        manifest, problem = manifest_in((folder / place / MANIFEST).read_bytes(), step)
+        number = -1 if step is None else step
+        return RemoteCheckpoint(folder / place, number, manifest, problem, f"{self.url}/{place}", fetch)
+
+    def close(self) -> None:
+        """Stop the process, which gives the lock back and removes the folders that it owns."""
+        if self._program is not None:
+            self._program.close()
+            self._program = None
+
+    def _fetch(self, place: str, folder: Path, owned: bool, name: str) -> None:
+        self.call("fetch", place=place, name=name, folder=str(folder), owned=owned)
+
+    def _start(self) -> _Program:
+        try:
+            return _Program()
+        except OSError as error:
+            raise CheckpointError(
+                f"the process that uses the object store cannot be started: {error.strerror}",
+                "raise the limits on processes and open files of this job (`ulimit -u -n`)",
+                transient=True,
+            ) from None

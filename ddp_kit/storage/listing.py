@@ -1,0 +1,147 @@
+"""The checkpoints under a URL: what a listing of its objects and their manifests say."""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+from ddp_kit.checkpoint.format import ASIDE, MANIFEST, Manifest, StoredCheckpoint, manifest_in, name_of, step_of
+from ddp_kit.storage.remote import RemoteCheckpoint
+from ddp_kit.storage.store import MissingError, Store, Stored
+
+_LONG_AGO = timedelta(hours=1)  # a save that has put no object for this long has ended
+_READERS = 16
+
+
+class Listing:
+    """The checkpoints under the URL of a store at one moment."""
+
+    def __init__(self, store: Store) -> None:
+        """Raises `CheckpointError` if the objects cannot be listed."""
+        self.store = store
+        self._objects = {found.name: found for found in store.listed()}
+        self._steps: dict[int, dict[str, list[Stored]]] = {}  # step -> folder of a save -> its objects
+        self._manifests: dict[str, Stored] = {}  # by the folder of the checkpoint
+        for name, found in self._objects.items():
+            folder, _, last = name.rpartition("/")
+            step = step_of(folder.rpartition("/")[2])
+            if last == MANIFEST and step is not None:
+                self._manifests[folder] = found
+            above, _, token = folder.rpartition("/")
+            step = step_of(above)
+            if step is not None:
+                self._steps.setdefault(step, {}).setdefault(token, []).append(found)
+        current = {(found.name, json.dumps(found.version)) for found in self._manifests.values()}
+        store.manifests = {key: known for key, known in store.manifests.items() if key in current}
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a manifest, newest first."""
+        found = (step_of(folder) for folder in self._manifests)
+        return sorted((step for step in found if step is not None), reverse=True)
+
+    @property
+    def branches(self) -> list[str]:
+        """The names of the folders with checkpoints of abandoned branches."""
+        return sorted({folder.split("/")[0] for folder in self._manifests if folder.startswith(ASIDE)})
+
+    @property
+    def others(self) -> list[str]:
+        """Names of objects that are no part of a checkpoint."""
+        return [name for name in self._objects if not name.startswith((ASIDE, "step-", "."))]
+
+    def each(self, steps: Sequence[int], *, folder: str = "") -> Iterator[StoredCheckpoint]:
+        """Yield the checkpoints of these steps. `folder`: that of an abandoned branch."""
+        places = [f"{folder}/{name_of(step)}".strip("/") for step in steps]
+        with ThreadPoolExecutor(_READERS) as pool:
+            yield from filter(None, pool.map(self.checkpoint, places))
+
+    def checkpoint(self, place: str) -> StoredCheckpoint | None:
+        """The checkpoint in a folder, such as `step-00000012`; None if it has no manifest."""
+        found = self._manifests.get(place)
+        if found is None:
+            return None
+        step = step_of(place.rpartition("/")[2])
+        try:
+            manifest, problem = self._manifest(found, step)
+        except MissingError:  # another process has deleted it
+            return None
+        if manifest is not None and problem is None:
+            problem = self._missing(place, manifest)
+        return RemoteCheckpoint(Path(place), step or 0, manifest, problem, url=f"{self.store.url}/{place}")
+
+    def branch_steps(self, branch: str) -> list[int]:
+        """The steps of the checkpoints of an abandoned branch, newest first. `branch`: the name of its folder."""
+        folders = (folder.removeprefix(f"{branch}/") for folder in self._manifests if folder.startswith(f"{branch}/"))
+        return sorted((step for step in map(step_of, folders) if step is not None), reverse=True)
+
+    def objects_of(self, step: int) -> dict[str, list[Stored]]:
+        """The objects of each save of a step, by the token in their names."""
+        return self._steps.get(step, {})
+
+    def is_left(self, objects: Sequence[Stored]) -> bool:
+        """Whether the process of a save with these objects has certainly ended."""
+        latest = max(found.modified for found in self._objects.values())  # by the clock of the store
+        return max(found.modified for found in objects) < latest - _LONG_AGO
+
+    def unnamed(self, without: Sequence[str] = ()) -> list[tuple[str, list[Stored]]]:
+        """The folder and the objects of each save that no manifest names: incomplete, replaced, or in progress.
+
+        `without`: folders whose manifests have been deleted since the listing.
+        """
+        saves = {
+            f"{name_of(step)}/{token}": objects
+            for step, tokens in self._steps.items()
+            for token, objects in tokens.items()
+        }
+        for checkpoint in map(self.checkpoint, self._manifests.keys() - {*without}):
+            if checkpoint is not None and checkpoint.manifest is None:
+                return []  # what a damaged manifest names is unknown
+            if checkpoint is not None and checkpoint.manifest is not None:
+                token = checkpoint.manifest.folder.rpartition("/")[2]
+                saves.pop(f"{name_of(checkpoint.step)}/{token}", None)
+        return [*saves.items()]
+
+    def _manifest(self, found: Stored, step: int | None) -> tuple[Manifest | None, str | None]:
+        key = found.name, json.dumps(found.version)
+        known = self.store.manifests
+        if key not in known:
+            content, _ = self.store.get(found.name)
+            known[key] = manifest_in(content, step)
+        return known[key]
+
+    def _missing(self, place: str, manifest: Manifest) -> str | None:
+        """What is wrong with the files of a manifest, as far as the listing shows."""
+        for file in manifest.files:
+            name = object_name(place, manifest, file.name)
+            found = self._objects.get(name)
+            if found is None:
+                return f"{file.name} is missing"
+            if found.size != file.bytes:
+                return f"{file.name} has {found.size:,} bytes instead of {file.bytes:,}"
+        return None
+
+
+def object_name(place: str, manifest: Manifest, file: str) -> str:
+    """The name of the object with a file of a checkpoint. `place`: the folder of its manifest."""
+    folder = manifest.folder
+    if folder.startswith("../../"):
+        return f"{folder.removeprefix('../../')}/{file}"
+    return f"{place}/{folder}/{file}".replace("//", "/")
+
+
+def newest_whole(listing: Listing) -> tuple[StoredCheckpoint | None, list[StoredCheckpoint]]:
+    """The newest complete checkpoint, and the newer ones that are damaged."""
+    skipped: list[StoredCheckpoint] = []
+    for step in listing.steps:
+        for checkpoint in listing.each([step]):
+            if checkpoint.whole:
+                return checkpoint, skipped
+            skipped.append(checkpoint)
+    return None, skipped
+
+
+def best(listing: Listing) -> StoredCheckpoint | None:
+    """The newest checkpoint that was the best when it was saved; None if there is none."""
+    return next((found for found in listing.each(listing.steps) if found.manifest and found.manifest.best), None)

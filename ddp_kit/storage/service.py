@@ -1,0 +1,98 @@
+"""The program that locks, lists and fetches checkpoints in object storage for a process that does not import obstore.
+
+`client.Service` starts it. Each request is JSON with the name of a method of `_Requests` and its arguments.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ddp_kit.child_program import serve
+from ddp_kit.storage.fetching import fetch_file, fetch_manifest
+from ddp_kit.storage.lease import Lease
+from ddp_kit.storage.listing import Listing
+from ddp_kit.storage.saving import set_aside
+from ddp_kit.storage.store import Store
+
+_MOST_LISTED = 32  # complete checkpoints
+
+
+class _Requests:
+    """What a rank may ask for; each method returns what JSON can express."""
+
+    def __init__(self, url: str) -> None:
+        self._store = Store(url)
+        self.lease = Lease(self._store)
+        self.folders: list[Path] = []
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if the URL cannot be listed."""
+        self._store.listed(".")
+
+    def take(self, own: dict[str, Any]) -> Any:
+        """Try to take the lock; see `Lease.take`."""
+        answer, holder = self.lease.take(own)
+        return answer, holder, self.lease.warnings
+
+    def note_wrote(self, run: str) -> None:
+        """See `Lease.note_wrote`."""
+        self.lease.note_wrote(run)
+
+    def give_back(self) -> None:
+        """Give the lock back."""
+        self.lease.release()
+
+    def newest(self) -> Any:
+        """The step and the problem of each checkpoint, newest first, until enough are complete."""
+        listing = Listing(self._store)
+        found = []
+        whole = 0
+        for step in listing.steps:
+            for checkpoint in listing.each([step]):
+                found.append([checkpoint.step, checkpoint.problem])
+                whole += checkpoint.whole
+            if whole == _MOST_LISTED:
+                break
+        return found
+
+    def size(self, place: str) -> int:
+        """The size of all files of a checkpoint in bytes; 0 if it has no manifest."""
+        checkpoint = Listing(self._store).checkpoint(place)
+        return checkpoint.manifest.bytes if checkpoint and checkpoint.manifest else 0
+
+    def fetch(self, place: str, name: str, folder: str, owned: bool) -> None:
+        """Fetch a file of a checkpoint; "": its manifest. `owned`: whether to remove the folder when this ends."""
+        if owned and Path(folder) not in self.folders:
+            self.folders.append(Path(folder))
+        if name:
+            fetch_file(self._store, place, name, Path(folder))
+        else:
+            fetch_manifest(self._store, place, Path(folder))
+
+    def set_aside(self, after: int) -> Any:
+        """See `saving.set_aside`."""
+        return set_aside(self._store, after)
+
+    def put(self, name: str, content: str) -> None:
+        """Write a small object."""
+        self._store.put(name, content.encode())
+
+
+def main(parent: int, line: int) -> None:
+    """Answer the requests of a rank until it ends; then give its lock back."""
+    services: dict[str, _Requests] = {}
+
+    def handle(text: str) -> Any:
+        url, name, arguments = json.loads(text)
+        if url not in services:
+            services[url] = _Requests(url)
+        return getattr(services[url], name)(**arguments)
+
+    try:
+        serve(parent, line, handle)
+    finally:
+        for service in services.values():
+            service.lease.release()
+            for folder in service.folders:
+                shutil.rmtree(folder, ignore_errors=True)

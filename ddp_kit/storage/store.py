@@ -1,0 +1,193 @@
+"""`Store`: the objects under a URL. Imports obstore, so no rank may import this module; see service.py."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import from_url
+
+from ddp_kit.checkpoint.format import Manifest
+from ddp_kit.errors import CheckpointError
+from ddp_kit.masking import masked
+
+Version = Mapping[str, Any]
+"""What identifies the content of an object: `e_tag` and `version`, of which a store may have only one."""
+
+_RETRIED: Any = {
+    "max_retries": 8,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
+}
+_CLIENT: Any = {"timeout": "120s", "connect_timeout": "10s"}
+_PART = 8 << 20
+_MOST_PARTS = 9_000  # S3 allows 10,000
+_IN_FLIGHT = 32 << 20  # bytes of parts that are sent at the same time, which are copied from the buffer
+_LONGEST_TEXT = 300
+_NOT_FOUND = (NotFoundError, FileNotFoundError)  # the client raises the second, too
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+class UnsupportedError(Exception):
+    """The store has no conditional requests."""
+
+
+class ConflictError(Exception):
+    """An object is not in the state that a conditional request needs."""
+
+
+class MissingError(CheckpointError):
+    """There is no such object."""
+
+
+class NoPermissionError(CheckpointError):
+    """The credentials do not permit a request."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object as a listing describes it."""
+
+    name: str
+    size: int
+    modified: datetime
+    version: Version
+
+
+class Store:
+    """The objects under a URL. Names are relative to it. All methods may raise `CheckpointError`.
+
+    Requests that fail because of the network or the store (5xx) are repeated for a minute.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.manifests: dict[tuple[str, str], tuple[Manifest | None, str | None]] = {}
+        """The manifests that were read, and what is wrong with them, by the name and version of the object."""
+        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
+        config: Any = {}
+        if url.startswith("s3://") and endpoint:
+            config = {"endpoint": endpoint}
+        client: Any = {**_CLIENT, "allow_http": endpoint.startswith("http://")}
+        with self._explained("open"):
+            self._store = from_url(url, config=config, retry_config=_RETRIED, client_options=client)
+
+    def put(self, name: str, content: bytes, *, expected: Version | None = None, new: bool = False) -> Version:
+        """Write a small object. Returns its version.
+
+        `expected`: write only if the object has this version. `new`: write only if there is no such object.
+        Raises `ConflictError` if this is not so, and `UnsupportedError` if the store cannot tell.
+        """
+        mode: Any = "overwrite"
+        if new:
+            mode = "create"
+        elif expected is not None:
+            mode = {key: value for key, value in expected.items() if value is not None}
+        with self._explained("write", name):
+            return _version(obstore.put(self._store, name, content, mode=mode, use_multipart=False))
+
+    def upload(self, name: str, content: memoryview) -> None:
+        """Write an object of any size, in parts that are sent at the same time."""
+        part = max(_PART, -(-len(content) // _MOST_PARTS))
+        with self._explained("write", name):
+            obstore.put(self._store, name, content, chunk_size=part, max_concurrency=max(1, _IN_FLIGHT // part))
+
+    def get(self, name: str) -> tuple[bytes, Version]:
+        """The content and the version of a small object. Raises `MissingError`."""
+        with self._explained("read", name):
+            found = obstore.get(self._store, name)
+            return bytes(found.bytes()), _version(found.meta)
+
+    def get_range(self, name: str, begin: int, size: int) -> memoryview:
+        """A part of an object. Raises `MissingError`."""
+        with self._explained("read", name):
+            return memoryview(obstore.get_range(self._store, name, start=begin, length=size))
+
+    def listed(self, folder: str = "") -> list[Stored]:
+        """All objects in a folder and the folders in it."""
+        with self._explained("list", folder):
+            pages = obstore.list(self._store, folder or None)
+            return [
+                Stored(found["path"], found["size"], found["last_modified"], _version(found))
+                for page in pages
+                for found in page
+            ]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; those that do not exist are ignored."""
+        if names:
+            with self._explained("delete", names[0]):
+                try:
+                    obstore.delete(self._store, [*names])
+                except _NOT_FOUND:  # Google and Azure report it
+                    for name in names:
+                        self._delete_one(name)
+
+    def _delete_one(self, name: str) -> None:
+        try:
+            obstore.delete(self._store, name)
+        except _NOT_FOUND:
+            return
+
+    @contextmanager
+    def _explained(self, verb: str, name: str = "") -> Iterator[None]:
+        """Context manager that re-raises errors of the client as `CheckpointError`."""
+        try:
+            yield
+        except (AlreadyExistsError, PreconditionError):
+            raise ConflictError from None
+        except (NotSupportedError, NotImplementedError):
+            raise UnsupportedError from None
+        except (BaseError, OSError, ValueError) as error:
+            if _NOT_IMPLEMENTED.search(str(error)):
+                raise UnsupportedError from None
+            raise _explained_error(error, verb, f"{self.url}/{name}".rstrip("/")) from None
+
+
+def _version(found: Any) -> Version:
+    return {"e_tag": found["e_tag"], "version": found["version"]}
+
+
+_CODE = re.compile(r"<Code>(.*?)</Code>", re.DOTALL)
+_MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
+_NOT_IMPLEMENTED = re.compile("501 Not Implemented|NotImplemented")
+_STATUS = re.compile(r"status code: (\d{3} [\w ]+)")
+_CREDENTIALS = "set the credentials in the environment of the job (see docs/checkpoints.md, In object storage)"
+_ACTIONS = {"write": "put", "read": "get", "list": "list", "delete": "delete", "open": "use"}
+
+
+def _explained_error(error: Exception, verb: str, place: str) -> CheckpointError:
+    """The error of the client in words. `verb`: what was asked for. `place`: the URL of an object or a folder."""
+    text = str(error).partition("\n\nDebug source:")[0]
+    code = "".join(_CODE.findall(text)[:1])
+    reason = ": ".join(filter(None, [code, *_MESSAGE.findall(text)[:1]]))
+    status = "".join(_STATUS.findall(text)[:1])
+    reason = masked(reason or status or text.rpartition(" - ")[2].strip())[:_LONGEST_TEXT]
+    bucket = "/".join(place.split("/")[:3])
+    problem = f"cannot {verb} {place}: {reason}"
+    if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
+        return CheckpointError(f"{problem}: there is no {bucket}", "create the bucket, or correct its name")
+    if isinstance(error, _NOT_FOUND):
+        return MissingError(problem, "check the URL with `ddpkit checkpoints`")
+    if "169.254." in text or "metadata" in text or "MissingAccount" in str(error) or "Account must be" in text:
+        return NoPermissionError(f"cannot {verb} {place}: there are no credentials", _CREDENTIALS, transient=True)
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status[:3] in ("401", "403"):
+        hint = f"permit the identity of this job to {_ACTIONS[verb]} objects in {bucket}, or use other credentials"
+        return NoPermissionError(problem, hint, transient=True)
+    if "bare redirect" in text.lower() or status[:3] == "301":
+        return CheckpointError(f"{problem}: the bucket is in another region", "set AWS_REGION to the bucket's region")
+    hint = "check the network, and the endpoint and region in the environment"
+    return CheckpointError(problem, hint, transient=True)
