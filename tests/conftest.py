@@ -19,7 +19,12 @@ from tests import gate
 from tests.support import launching
 from tests.support.reads import Reads
 
-pytest_plugins = ["tests.support.forked", "tests.support.machine", "tests.support.memory_group"]
+pytest_plugins = [
+    "tests.support.forked",
+    "tests.support.machine",
+    "tests.support.memory_group",
+    "tests.support.object_store",
+]
 
 # A slow machine is no failure; and CI tries the same examples every time.
 settings.register_profile(

@@ -12,7 +12,6 @@ signatures. The proxy runs in threads of this process, and takes a request in wh
 """
 
 import http.client
-import io
 import os
 import re
 import signal
@@ -20,10 +19,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
@@ -31,9 +30,10 @@ from urllib.parse import quote, urlencode, urlsplit
 from xml.etree import ElementTree
 
 import psutil
+import pytest
 
 from tests.support.hosts import TIED
-from tests.support.launching import ROOT, clean_environment
+from tests.support.launching import PROGRAMS, clean_environment
 
 BUCKET = "bucket"
 REGION = "us-east-1"
@@ -65,6 +65,13 @@ def environment(url: str) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="session")
+def object_store() -> "Iterator[ObjectStore]":
+    """A server for all tests: each needs a prefix of its own."""
+    with ObjectStore() as store:
+        yield store
+
+
 class ObjectStore:
     """A server with one empty bucket, while the block runs."""
 
@@ -72,9 +79,9 @@ class ObjectStore:
 
     def __enter__(self) -> Self:
         # setpriv is replaced by the server: the process is the server's own.
-        words = [*TIED, sys.executable, "-m", "tests.support.object_store"]
+        words = [*TIED, sys.executable, str(PROGRAMS / "serves_objects.py")]
         self.process = subprocess.Popen(
-            words, cwd=ROOT, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            words, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
         try:
             assert self.process.stdout
@@ -411,6 +418,17 @@ def before(action: Callable[[Request], Any]) -> Fault:
     return fault
 
 
+def instead(action: Callable[[Request], Any]) -> Fault:
+    """Call a function when the request has arrived, and close the connection: the server never sees the request."""
+
+    def fault(exchange: Exchange) -> Answer:
+        _ = exchange.body
+        action(exchange.request)
+        raise ConnectionCutError
+
+    return fault
+
+
 def after(action: Callable[[Request], Any]) -> Fault:
     """Call a function when the server has done what is asked, before the client hears of it."""
 
@@ -423,7 +441,7 @@ def after(action: Callable[[Request], Any]) -> Fault:
 
 
 def kill_sender(request: Request) -> None:
-    """SIGKILL the process that sent the request; for `before` and `after`."""
+    """SIGKILL the process that sent the request; for `instead` and `after`."""
     assert request.pid, f"no process has been found that sent {request}"
     os.kill(request.pid, signal.SIGKILL)
 
@@ -477,23 +495,20 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         except (ConnectionCutError, OSError, http.client.HTTPException):
             self.close_connection = True  # the client has gone, or the server, or it is meant to look so
 
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        if name.startswith("do_"):
-            return partial(self.pass_on, name.removeprefix("do_"))
-        raise AttributeError(name)
-
-    def pass_on(self, method: str) -> None:
+    def pass_on(self) -> None:
         proxy = self.server.proxy
         headers = {name.lower(): value for name, value in self.headers.items()}
         head = len(self.raw_requestline) + sum(len(name) + len(value) + 4 for name, value in self.headers.items()) + 2
         pid = self.client if proxy.finds_clients else None
-        request = proxy.arrived(method, self.path, headers, pid, head)
+        request = proxy.arrived(self.command, self.path, headers, pid, head)
         length = int(headers.get("content-length", 0))
         kept = {name: value for name, value in headers.items() if name not in ("host", "connection", "expect")}
         exchange = Exchange(request, kept, length, proxy.rules_for(request), self.rfile.read, self.ask)
         given = exchange.forward()
         _ = exchange.body  # the next request comes after it
         self.send(request, given)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = pass_on  # noqa: N815
 
     def ask(self, exchange: Exchange) -> Answer:
         """The server's answer."""
@@ -547,46 +562,3 @@ def _xml(text: bytes) -> ElementTree.Element:
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     return root
-
-
-def _serve() -> None:
-    """Serve S3 on a port that is printed."""
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-    from werkzeug.serving import make_server
-    from werkzeug.test import run_wsgi_app
-
-    application = DomainDispatcherApplication(create_backend_app)
-    one_at_a_time = threading.Lock()  # moto looks first and writes then
-
-    class Handler(MotoRequestHandler):
-        """Several requests per connection, which werkzeug's own handler refuses."""
-
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def run_wsgi(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            given = self.make_environ() | {"wsgi.input": io.BytesIO(body)}
-            with one_at_a_time:
-                parts, status, headers = run_wsgi_app(application, given, buffered=True)
-                data = b"".join(parts)
-            code, _, reason = status.partition(" ")
-            self.send_response(int(code), reason)
-            for name, value in headers.items():
-                if name.lower() != "content-length" or self.command == "HEAD":
-                    self.send_header(name, value)
-            if self.command != "HEAD":
-                self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_request(self, *_: object) -> None:
-            """Say nothing."""
-
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)
-    print(server.port, flush=True)
-    server.serve_forever()
-
-
-if __name__ == "__main__":
-    _serve()
