@@ -295,4 +295,4 @@ def test_unit_tests_mirror_the_package() -> None:
     whole = {"end_to_end", "house", "rigs"}
     assert {path.parent.name for path in tests.glob("*/test_*.py")} - whole <= {path.name for path in PACKAGE.iterdir()}
     units = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
-    assert units - {path.stem for path in PACKAGE.glob("*.py")} == {"fake_cuda", "gpu"}
+    assert units - {path.stem for path in PACKAGE.glob("*.py")} == {"fake_cuda", "gpu", "object_store"}
