@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -90,6 +91,11 @@ def proxy(object_store: ObjectStore) -> Iterator[Proxy]:
 @pytest.fixture
 def store(proxy: Proxy, prefix: str) -> S3Store:
     return client(proxy.url, prefix)
+
+
+def suppressed_put(store: S3Store) -> None:
+    with suppress(BaseError):
+        obstore.put(store, "key", b"1")
 
 
 def listens(port: int) -> bool:
@@ -243,6 +249,17 @@ def test_stall_until_it_is_removed(object_store: ObjectStore, proxy: Proxy, stor
             obstore.get(store, "key")  # the proxy answers others
     thread.join(seconds(10))
     assert object_store.read(f"{prefix}/key") == b"1"
+
+
+def test_what_is_stalled_does_not_outlast_the_proxy(object_store: ObjectStore, prefix: str) -> None:
+    with Proxy(object_store) as proxy:
+        rule = proxy.add(stall(), "PUT")
+        thread = threading.Thread(target=suppressed_put, args=(client(proxy.url, prefix, retries=0),))
+        thread.start()
+        wait_until(lambda: rule.met, "stalled")
+    thread.join(seconds(10))
+    assert not thread.is_alive()
+    assert not object_store.keys(prefix)
 
 
 def test_stall_for_some_seconds(proxy: Proxy, prefix: str) -> None:

@@ -1,7 +1,8 @@
 """A local S3 server, and a proxy in front of it that counts requests and makes faults.
 
     with ObjectStore() as store, Proxy(store) as proxy:
-        proxy.add(answer(503), "PUT .*partNumber=", times=2)    # only the first two parts
+        proxy.add(answer(503), "PUT .*partNumber=", times=2)    # the first two parts
+        proxy.add(instead(kill_sender), "PUT", skip=5, times=1) # the sixth PUT does not arrive
         with proxy.add(stall(), "PUT .*lock") as stalled:       # forever, until the block ends
             launch(..., env=proxy.environment)
         store.keys("run/")                                      # {"run/a": 3, ...}
@@ -60,6 +61,8 @@ def environment(url: str) -> dict[str, str]:
         "AWS_REGION": REGION,
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
+        # Without a key, obstore asks the metadata service of the cloud: here nobody answers, and at once.
+        "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "NO_PROXY": "127.0.0.1",
     }
@@ -277,6 +280,8 @@ class Proxy:
         self.finds_clients = finds_clients
         self.requests: list[Request] = []
         """All that have arrived."""
+        self.closed = False
+        """Nothing is passed on any more, not even what was stalled."""
         self._rules: list[Rule] = []
         self._lock = threading.Lock()
 
@@ -290,6 +295,7 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.closed = True
         self.clear()
         self._server.shutdown()
         self._thread.join()
@@ -379,7 +385,10 @@ class _Stall:
 
 
 def stall(seconds: float | None = None) -> Fault:
-    """The request waits before it is passed on: for `seconds`, or until the rule is removed."""
+    """The request waits before it is passed on: for `seconds`, or until the rule is removed.
+
+    Then the server does what is asked, even if the client has not waited: so a late write can arrive in a real network.
+    """
     return _Stall(seconds)
 
 
@@ -513,7 +522,10 @@ class _ProxyHandler(BaseHTTPRequestHandler):
     def ask(self, exchange: Exchange) -> Answer:
         """The server's answer."""
         request = exchange.request
-        self.upstream.request(request.method, request.path, exchange.body, exchange.headers)
+        body = exchange.body
+        if self.server.proxy.closed:
+            raise ConnectionCutError
+        self.upstream.request(request.method, request.path, body, exchange.headers)
         response = self.upstream.getresponse()
         return Answer(response.status, dict(response.getheaders()), response.read())
 
