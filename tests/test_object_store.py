@@ -24,6 +24,7 @@ from tests.support.object_store import (
     SECRET,
     ObjectStore,
     Proxy,
+    Request,
     after,
     answer,
     before,
@@ -315,6 +316,18 @@ def test_function_of_the_test_is_called_before_the_server(
     proxy.add(after(lambda request: found.append(object_store.keys(prefix))), "PUT")
     obstore.put(store, "key", b"1")
     assert found == [{}, {f"{prefix}/key": 1}]
+
+
+def test_error_of_a_function_of_the_test_is_raised(object_store: ObjectStore, prefix: str) -> None:
+    def refuse(request: Request) -> None:
+        raise ZeroDivisionError(request.number)
+
+    with pytest.raises(ZeroDivisionError, match="1"), Proxy(object_store) as proxy:
+        proxy.add(before(refuse), skip=1)
+        store = client(proxy.url, prefix, retries=0)
+        obstore.put(store, "key", b"1")
+        with pytest.raises(BaseError):
+            obstore.put(store, "key", b"1")
 
 
 def test_server_ends_with_the_process_that_started_it() -> None:

@@ -280,6 +280,8 @@ class Proxy:
         self.finds_clients = finds_clients
         self.requests: list[Request] = []
         """All that have arrived."""
+        self.errors: list[Exception] = []
+        """What functions of the test have raised; the first one is raised again at the end of the block."""
         self.closed = False
         """Nothing is passed on any more, not even what was stalled."""
         self._rules: list[Rule] = []
@@ -300,6 +302,8 @@ class Proxy:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        if self.errors and error is None:
+            raise self.errors[0]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -503,6 +507,9 @@ class _ProxyHandler(BaseHTTPRequestHandler):
             super().handle_one_request()
         except (ConnectionCutError, OSError, http.client.HTTPException):
             self.close_connection = True  # the client has gone, or the server, or it is meant to look so
+        except Exception as error:
+            self.close_connection = True
+            self.server.proxy.errors.append(error)
 
     def pass_on(self) -> None:
         proxy = self.server.proxy
