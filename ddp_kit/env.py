@@ -76,6 +76,7 @@ PLAN_MEMORY = "DDPKIT_PLAN_MEMORY"
 REHEARSAL = "DDPKIT_REHEARSAL"
 # Set by `ddpkit rehearse`: the function that each worker calls before the script, as `module:name`.
 WATCHED_BY = "DDPKIT_WATCHED_BY"
+STORAGE_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # of a store compatible with S3
 # Variables that keep a rehearsal out of the records of trackers, on the network and on disk. {folder}: that of the run.
 OFFLINE = {
     "WANDB_MODE": "offline", "WANDB_DIR": "{folder}", "MLFLOW_TRACKING_URI": "file:{folder}/mlruns",
@@ -208,6 +209,11 @@ def plan_request(env: Mapping[str, str] = os.environ) -> PlanRequest | None:
         return None
     ranks = _number(env, PLAN_RANKS)
     return PlanRequest(ranks, _number(env, PLAN_RANKS_PER_NODE, ranks), _number(env, PLAN_MEMORY))
+
+
+def storage_endpoint(env: Mapping[str, str] = os.environ) -> str:
+    """The URL of a store that is compatible with S3; "" for S3 itself."""
+    return next(filter(None, map(env.get, STORAGE_ENDPOINTS)), "")
 
 
 def rehearsal_folder() -> Path | None:

@@ -47,7 +47,7 @@ class CheckpointSettings(TypedDict, total=False):
     """The settings of `CheckpointConfig`."""
 
     dir: str | Path | None
-    """Folder for checkpoints; None: no checkpoints are saved."""
+    """Folder for checkpoints: a path, or a URL in object storage such as s3://bucket/run; None: no checkpoints are saved."""
     every_steps: int | None
     """Optimizer steps between saves."""
     every_seconds: float | None
@@ -65,7 +65,7 @@ class CheckpointSettings(TypedDict, total=False):
     save: Literal["blocking", "background", "overlapped"]
     """How training continues during a save. blocking: after the checkpoint is on disk; background: after the state is copied to host memory, while a separate process writes it; overlapped: at once, while a thread copies weights and optimizer state until the next `optimizer.step()`. Use overlapped only if nothing but `optimizer.step()` modifies weights and optimizer state. Other modifications raise an error if torch detects them; torch cannot detect writes through `.data`, NumPy views or custom kernels."""
     resume: Literal["auto"] | str | Path | None
-    """Checkpoint to resume from: a path; "auto": the newest complete one in `dir`, if any; None: do not resume."""
+    """Checkpoint to resume from: a path or URL; "auto": the newest complete one in `dir`, if any; None: do not resume."""
 
 
 class ParallelSettings(TypedDict, total=False):

@@ -52,6 +52,7 @@ class Lease:
         self._using = Lock()
         self._done = Event()
         self._renewing: Thread | None = None
+        self._checked = False  # whether the store was
         self.lost: Holder | None = None
         """The holder, if another run has taken the lock."""
         self.warnings: list[str] = []
@@ -76,7 +77,9 @@ class Lease:
                 break
         self._first = None
         self.lost = None
-        self._check_store()
+        if not self._checked:
+            self._checked = True
+            self._check_store()
         self._done = Event()
         self._renewing = Thread(target=self._renew, args=(self._done,), daemon=True)
         self._renewing.start()

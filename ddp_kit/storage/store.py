@@ -1,6 +1,5 @@
 """`Store`: the objects under a URL. Imports obstore, so no rank may import this module; see service.py."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from ddp_kit.checkpoint.format import Manifest
+from ddp_kit.env import storage_endpoint
 from ddp_kit.errors import CheckpointError
 from ddp_kit.masking import masked
 
@@ -37,8 +37,8 @@ _PART = 8 << 20
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _IN_FLIGHT = 32 << 20  # bytes of parts that are sent at the same time, which are copied from the buffer
 _LONGEST_TEXT = 300
+_LISTINGS = 3  # the client does not repeat a request whose answer was cut
 _NOT_FOUND = (NotFoundError, FileNotFoundError)  # the client raises the second, too
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 class UnsupportedError(Exception):
@@ -77,7 +77,7 @@ class Store:
         self.url = url
         self.manifests: dict[tuple[str, str], tuple[Manifest | None, str | None]] = {}
         """The manifests that were read, and what is wrong with them, by the name and version of the object."""
-        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS)), "")
+        endpoint = storage_endpoint()
         config: Any = {}
         if url.startswith("s3://") and endpoint:
             config = {"endpoint": endpoint}
@@ -118,13 +118,21 @@ class Store:
 
     def listed(self, folder: str = "") -> list[Stored]:
         """All objects in a folder and the folders in it."""
-        with self._explained("list", folder):
-            pages = obstore.list(self._store, folder or None)
-            return [
-                Stored(found["path"], found["size"], found["last_modified"], _version(found))
-                for page in pages
-                for found in page
-            ]
+        for left in reversed(range(_LISTINGS)):
+            try:
+                with self._explained("list", folder):
+                    pages = obstore.list(self._store, folder or None)
+                    return [
+                        Stored(found["path"], found["size"], found["last_modified"], _version(found))
+                        for page in pages
+                        for found in page
+                    ]
+            except NoPermissionError:
+                raise
+            except CheckpointError as error:
+                if not error.transient or not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that do not exist are ignored."""

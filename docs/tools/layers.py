@@ -9,7 +9,8 @@ from pathlib import Path
 DOCUMENT = Path(__file__).parents[2] / "CONTRIBUTING.md"
 GROUND = [
     *("errors", "texts", "env", "exit_codes", "masking", "heartbeat", "uncaught", "arguments", "terminal"),
-    *("control_groups", "memory_folder", "config", "checkpoint.format", "checkpoint.weight_files"),
+    *("control_groups", "memory_folder", "child_program", "config", "storage"),
+    *("checkpoint.format", "checkpoint.weight_files", "checkpoint.writer"),
 ]
 WORKER = [
     row.split()

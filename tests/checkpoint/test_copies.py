@@ -207,7 +207,7 @@ def test_writer_that_cannot_be_started_is_a_warning(
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ddp_kit.checkpoint.saver.subprocess.Popen", refuse)
+        patch.setattr("ddp_kit.child_program.subprocess.Popen", refuse)
         copies.reserve(10, shards=False)
         copy(copies, 1)
     (warning,) = said

@@ -21,7 +21,7 @@ from tests.support.toys import input_data, linear_layer, mean_square, trainer_fo
 
 @pytest.fixture
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "_OTHER_RUN_SECONDS", 0.0)
+    monkeypatch.setattr(lock_module, "OTHER_RUN_SECONDS", 0.0)
 
 
 line_trainer = partial(
@@ -100,7 +100,7 @@ def test_lock_on_a_file_system_without_locks_is_skipped(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 4000])
 def test_lock_file_with_any_content_is_accepted(content: bytes, tmp_path: Path) -> None:
     (tmp_path / RUN_LOCK).write_bytes(content)
-    lock = FolderLock(tmp_path, "")
+    lock = FolderLock(tmp_path, "", "/run")
     lock.acquire(resuming=False)
     lock.note_save()
     lock.release()

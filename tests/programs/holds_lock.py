@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddp_kit.checkpoint.lock import FolderLock
 
-lock = FolderLock(Path(sys.argv[1]), "their-job")
+lock = FolderLock(Path(sys.argv[1]), "their-job", "their-job/run")
 lock.acquire(resuming=True)
 ours, theirs = os.pipe()
 child = os.fork() if "fork" in sys.argv else 1  # as a DataLoader worker
