@@ -218,7 +218,7 @@ def readable(location: Location, world: World) -> Iterator[Path | Fetched]:
     url, place = split(location)
     if not place:
         raise CheckpointError(
-            f"{location} is no checkpoint",
+            f"{location} is not a checkpoint",
             f"pass one, such as {url}/{name_of(12)}; `ddpkit checkpoints {url}` lists them",
         )
     service = Service(url)

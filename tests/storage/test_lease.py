@@ -18,7 +18,15 @@ SOON = 0.05
 def holder(run: str = "job/1", **changes: Any) -> dict[str, Any]:
     """A run that holds the lock: another process of this machine, without a job."""
     boot = "machine"
-    return {"run": run, "job": "", "attempt": 0, "host": "h", "pid": os.getpid(), "boot": boot, "since": "now"} | changes
+    return {
+        "run": run,
+        "job": "",
+        "attempt": 0,
+        "host": "h",
+        "pid": os.getpid(),
+        "boot": boot,
+        "since": "now",
+    } | changes
 
 
 def content(store: Store) -> dict[str, Any]:
