@@ -292,8 +292,8 @@ class CheckpointConfig(_Settings):
     )
     resume: Literal["auto"] | Place | None = Field(
         default="auto",
-        description='Checkpoint to resume from: a path or URL; "auto": the newest complete one in `dir`, if any; None: do '
-        "not resume.",
+        description='Checkpoint to resume from: a path or URL; "auto": the newest complete one in `dir`, if any; '
+        "None: do not resume.",
     )
 
     @field_validator("dir")
