@@ -1,8 +1,10 @@
 """`Service`: how a process without obstore uses object storage. See service.py for the program that it starts."""
 
 import json
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from ddp_kit.checkpoint.format import MANIFEST, StoredCheckpoint, manifest_in, step_of
@@ -33,6 +35,7 @@ class Service:
         check_client()
         self.url = url
         self._program: _Program | None = None
+        self._calling = Lock()
 
     @property
     def started(self) -> bool:
@@ -41,18 +44,15 @@ class Service:
 
     def call(self, method: str, **arguments: Any) -> Any:
         """The result of a method of the service."""
-        program = self._program
-        if program is None or program.gone:
-            program = self._program = self._start()
-        while True:
-            try:
-                if program.finished(wait=True):  # an earlier call may have been interrupted
-                    break
-            except CheckpointError:
-                continue
-        program.begin(json.dumps([self.url, method, arguments]))
-        program.finished(wait=True)
-        return program.result
+        with self._calling:  # several threads read files
+            program = self._program
+            if program is None or program.gone:
+                program = self._program = self._start()
+            with suppress(CheckpointError):  # an earlier call, which was interrupted
+                program.finished(wait=True)
+            program.begin(json.dumps([self.url, method, arguments]))
+            program.finished(wait=True)
+            return program.result
 
     def checkpoint(self, place: str, folder: Path, *, owned: bool) -> StoredCheckpoint:
         """A checkpoint whose files are fetched to `folder` when they are read.

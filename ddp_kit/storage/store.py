@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
+from urllib.parse import quote
 
 import obstore
 from obstore.exceptions import (
@@ -83,7 +84,7 @@ class Store:
             config = {"endpoint": endpoint}
         client: Any = {**_CLIENT, "allow_http": endpoint.startswith("http://")}
         with self._explained("open"):
-            self._store = from_url(url, config=config, retry_config=_RETRIED, client_options=client)
+            self._store = from_url(quote(url, safe=":/"), config=config, retry_config=_RETRIED, client_options=client)
 
     def put(self, name: str, content: bytes, *, expected: Version | None = None, new: bool = False) -> Version:
         """Write a small object. Returns its version.

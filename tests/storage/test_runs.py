@@ -179,7 +179,7 @@ def test_run_that_lost_its_lock_stops(url: str) -> None:
     next(loop)
     Store(url).put(".lock", json.dumps({"run": "theirs/1", "host": "h1", "held": True}).encode())
     with pytest.raises(CheckpointError, match="another run has taken over"):
-        [*loop]
+        list(loop)
     assert 4 not in steps(url)
 
 
