@@ -90,6 +90,7 @@ bench: $(ALL)    ## launch, failures, rendezvous, loop and checkpoints, against 
 	$(BIN)/python benchmarks/nodes.py
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/storage.py
 
 scale: $(ALL)    ## how costs grow with ranks, nodes, time and modules, counted; under ten minutes, writes RESULTS.md
 	$(BIN)/python benchmarks/scale.py
