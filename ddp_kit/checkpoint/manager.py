@@ -17,7 +17,7 @@ from ddp_kit.checkpoint.lock import FolderUse, RunLock, raised_on_all_ranks
 from ddp_kit.checkpoint.model_state import size_of
 from ddp_kit.checkpoint.nodes import as_on_rank_0
 from ddp_kit.checkpoint.packing import Packed, pack
-from ddp_kit.checkpoint.places import readable
+from ddp_kit.checkpoint.places import reading
 from ddp_kit.checkpoint.reader import load, load_once
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.checkpoint.series import Series, ranks_with_same_folder
@@ -447,7 +447,7 @@ class Checkpoints:
         is_shared = series is not None and series.is_shared
         if source is None and is_shared and world.world_size > world.local_world_size and not self._strategy.shards:
             source = 0
-        with readable(path, world) as files:
+        with reading(path, world) as files:
             if source is not None:
                 return load_once(files, world, self._device_of, source)
             position = world.rank, world.world_size

@@ -207,7 +207,7 @@ class Fetched:
 
 
 @contextmanager
-def readable(location: Location, world: World) -> Iterator[Path | Fetched]:
+def reading(location: Location, world: World) -> Iterator[Path | Fetched]:
     """Context manager for reading a checkpoint on all ranks: a folder, or one whose files are fetched. A collective.
 
     Fetched files are in a folder of each node, in memory if they fit, until all ranks have left the context.

@@ -231,7 +231,11 @@ class WriterProcess(ChildProgram):
 
     def finished(self, *, wait: bool) -> bool:
         """Whether the last checkpoint is complete. `wait`: whether to wait for it. Raises an error if it failed."""
-        done = super().finished(wait=wait)
+        try:
+            done = super().finished(wait=wait)
+        except CheckpointError:
+            self._task = None
+            raise
         if done:
             self._task = None
         return done
@@ -324,7 +328,8 @@ class Saver:
                 raise cannot_write(error, self._folder) from None
         self._buffer = SharedBuffer()
         self._free_memory = weakref.finalize(self, self._buffer.close)
-        self._background = background
+        self._waits = not background
+        self._has_process = background or is_url(folder)  # a client of a store must not run in this one
         self._writer: WriterProcess | BlockingWriter | None = None  # created by the first save
         self._division: Division | None = None  # of the previous save
         self._copying: _Copying | None = None
@@ -403,7 +408,7 @@ class Saver:
             self._copying = _Copying(later, task)
         else:
             writer.start(task)
-            if not self._background:
+            if self._waits:
                 self.check(wait=True)
 
     @property
@@ -477,12 +482,11 @@ class Saver:
         if isinstance(self._writer, WriterProcess) and self._writer.gone:  # since the last save
             logger.warning("{}; a new one is started", self._writer.release().message)
             self._writer = None
-        in_cloud = is_url(self._folder)
-        if self._writer is None and not self._background and not in_cloud:
+        if self._writer is None and not self._has_process:
             self._writer = BlockingWriter(self._buffer)
         elif self._writer is None:
             try:
-                packages = CLIENT_PACKAGES if in_cloud else ["xxhash"]
+                packages = CLIENT_PACKAGES if is_url(self._folder) else ("xxhash",)
                 self._writer = WriterProcess(self._buffer.descriptor, packages)
             except OSError as error:
                 raise CheckpointError(
