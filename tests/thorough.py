@@ -42,6 +42,7 @@ PARTS = {
     "lose-nothing": (
         "end_to_end/test_copies.py", "rigs/test_copies_without_memory.py", "rigs/test_spares.py",
     ),
+    "object-storage": ("storage", "rigs/test_object_storage.py"),
     "fuzz": ("checkpoint/test_fuzz.py",),
     "rehearsals": ("end_to_end/test_rehearsals.py",),
     "chaos": ("end_to_end/test_chaos.py",),

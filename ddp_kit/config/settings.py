@@ -236,9 +236,9 @@ class DataConfig(_Settings):
 
 
 def _checked_place(place: Any) -> Any:
-    """A path, or a URL as text. Raises `ValueError` for a URL that cannot be used."""
+    """A path, or a URL as text. Raises `ValueError` for anything else, and for a URL that cannot be used."""
     if not isinstance(place, (str, Path)):
-        return place
+        raise ValueError('pass a path or a URL, such as "runs/1" or "s3://bucket/run"')
     try:
         return location(place)
     except ConfigError as error:
