@@ -166,7 +166,7 @@ class FileLogger(RowLogger):
     """A `RowLogger` that writes a text file with one row per line. Rows of earlier runs in the file are kept."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path = absolute(path)
+        self._path = absolute(path, f"the file of {type(self).__name__}")
         self._begins: int | None = None  # the index of this run's first line; None until the file is open
 
     def state_dict(self) -> dict[str, Any]:

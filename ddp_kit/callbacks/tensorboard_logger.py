@@ -27,7 +27,7 @@ class TensorBoardLogger(RowLogger):
 
     def __init__(self, dir: str | Path) -> None:
         require("tensorboard", "TensorBoardLogger")
-        self._dir = absolute(dir)
+        self._dir = absolute(dir, "the folder of TensorBoardLogger")
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, place
 from ddp_kit.checkpoint.format import (
     STATE,
     Hasher,
@@ -48,7 +48,9 @@ def parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("dir", metavar="DIR", type=Path, help="the folder with the checkpoints")
+    flags.add_argument(
+        "dir", metavar="DIR", type=place, help="the folder with the checkpoints, or its URL in object storage"
+    )
     flags.add_argument("--verify", action="store_true", help="compare the hashes of all files, not only the sizes")
     flags.add_argument(
         "--diff",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_kit.arguments import Parser, size
+from ddp_kit.arguments import Parser, path_on_disk, place, size
 from ddp_kit.checkpoint.format import (
     INDEX,
     ITEM_BYTES,
@@ -46,8 +46,10 @@ def parser() -> Parser:
         prog="ddpkit export",
         description="Write the weights of a checkpoint to safetensors files that other programs read.",
     )
-    flags.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a checkpoint or a folder of checkpoints")
-    flags.add_argument("target", metavar="FILE", type=Path, help=f"a new file, such as model{TENSORS}")
+    flags.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", type=place, help="a checkpoint or a folder of checkpoints, or its URL"
+    )
+    flags.add_argument("target", metavar="FILE", type=path_on_disk, help=f"a new file, such as model{TENSORS}")
     flags.add_argument(
         "--max-shard-size",
         metavar="SIZE",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddp_kit.arguments import Parser, count, duration, whole_number
+from ddp_kit.arguments import Parser, check_on_disk, count, duration, whole_number
 from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
 from ddp_kit.clusters.request import Request, hosts_of, job_name, without_spares
@@ -182,6 +182,7 @@ def _parse_launch(words: Sequence[str], flag_parser: Parser) -> LaunchSpec:
             f"{error.flag} is a flag of `ddpkit submit`, but follows {words[0]}, a flag of `ddpkit launch`",
             f"put it before {words[0]}",
         ) from None
+    check_on_disk("--log-dir", launch.torchrun["log_dir"])
     if "nnodes" in launch.flags:
         raise UsageError("--nnodes is not allowed: `ddpkit submit` derives it from --nodes", "use --nodes N")
     return launch

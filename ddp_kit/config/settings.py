@@ -34,7 +34,7 @@ from ddp_kit.config import combinations
 from ddp_kit.env import rank_for_messages, rehearsal_folder
 from ddp_kit.errors import ConfigError, nearest
 from ddp_kit.masking import masked
-from ddp_kit.storage.urls import Location, location
+from ddp_kit.storage.urls import Location, local_path, location
 from ddp_kit.texts import kind_of, plural
 from ddp_kit.uncaught import show_without_traceback
 
@@ -712,7 +712,7 @@ class TrainerConfig(_Settings):
         Raises:
             OSError: If the file cannot be written.
         """
-        absolute(path).write_text(as_yaml(self), encoding="utf-8")
+        absolute(path, "the file with the settings").write_text(as_yaml(self), encoding="utf-8")
 
 
 def as_yaml(config: TrainerConfig) -> str:
@@ -740,10 +740,13 @@ def absolute_location(place: str | Path) -> Location:
     return found if isinstance(found, str) else absolute(found)
 
 
-def absolute(path: str | Path) -> Path:
-    """The absolute path, with `~` expanded. Raises `ConfigError` if the home folder is unknown."""
+def absolute(path: str | Path, what: str = "the file or folder") -> Path:
+    """The absolute path, with `~` expanded. `what`: the file or folder, for the message.
+
+    Raises `ConfigError` for a URL, or if the home folder is unknown.
+    """
     try:
-        return Path(path).expanduser().absolute()
+        return local_path(path, what).expanduser().absolute()
     except RuntimeError as error:
         raise ConfigError(f"cannot expand '~' in the path {str(path)!r}: {error}", "pass an absolute path") from None
 
@@ -797,7 +800,7 @@ def _as_table(name: str, value: Any) -> dict[str, Any]:
 
 
 def _read_into(values: dict[str, Any], path: str | Path) -> None:
-    for name, value in _read(absolute(path)).items():
+    for name, value in _read(absolute(path, "the file with the settings")).items():
         _set_nested(values, name, value)
 
 

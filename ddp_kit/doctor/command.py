@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, place
 from ddp_kit.doctor import checks
 from ddp_kit.doctor.checks import CheckResult, Status, fail, warn
 from ddp_kit.doctor.machine import Machine, detect, started
@@ -76,7 +76,9 @@ def parser() -> Parser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    flags.add_argument("--dir", type=Path, default=Path(), help="the checkpoint folder (default: the current folder)")
+    flags.add_argument(
+        "--dir", type=place, default=Path(), help="the checkpoint folder, or its URL (default: the current folder)"
+    )
     flags.add_argument("--json", action="store_true", help="print the results as one JSON document")
     return flags
 

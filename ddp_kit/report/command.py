@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import indent
 
-from ddp_kit.arguments import Parser
+from ddp_kit.arguments import Parser, path_on_disk, record_folder
 from ddp_kit.errors import UsageError
 from ddp_kit.report.charts import write_pictures
 from ddp_kit.report.comparison import first_differences
@@ -33,15 +33,23 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="a checkpoint folder (checkpoint.dir), or a --log-dir folder"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        type=record_folder,
+        help="a checkpoint folder (checkpoint.dir) on disk, or a --log-dir folder",
     )
     flags.add_argument(
-        "--out", metavar="FILE", type=Path, default=Path("report.html"), help="the file to write (default: report.html)"
+        "--out",
+        metavar="FILE",
+        type=path_on_disk,
+        default=Path("report.html"),
+        help="the file to write (default: report.html)",
     )
     flags.add_argument(
         "--images",
         metavar="FOLDER",
-        type=Path,
+        type=path_on_disk,
         help="also write the charts to this folder as SVG files; needs matplotlib",
     )
     return flags

@@ -15,6 +15,7 @@ Location = Path | str
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _LOST_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/[^/]")
 _CHECKPOINT = re.compile(r"(.+?)/((?:set-aside-[\w-]+/)?step-\d{8,})")
+_BRANCH = re.compile(r"(.+?)/(set-aside-[\w-]+)")
 _OTHER_SCHEMES = {
     "file": "pass the path without `file://`",
     "hf": "save on disk or in s3://, gs:// or az://, then `ddpkit export` the weights and upload that file",
@@ -102,3 +103,22 @@ def split(url: str) -> tuple[str, str]:
     if found is None:
         return url, ""
     return found[1], found[2]
+
+
+def split_branch(url: str) -> tuple[str, str]:
+    """The URL of a run, and the name of the folder of an abandoned branch in it; "" for a run."""
+    found = _BRANCH.fullmatch(url)
+    if found is None:
+        return url, ""
+    return found[1], found[2]
+
+
+def local_path(place: str | Path, what: str) -> Path:
+    """A path on disk. Raises `ConfigError` for a URL. `what`: the file or folder, such as "the folder of profiles"."""
+    text = str(place)
+    if _LOST_SLASH.match(text):
+        text = text.replace(":/", "://", 1)
+    if _URL.match(text) is None:
+        return Path(place)
+    shown = re.sub(r"(://)[^/]*@", r"\1", text)  # without what may be a password
+    raise ConfigError(f"{what} must be on a disk, but {shown} is a URL", "pass a path")

@@ -31,7 +31,7 @@ class Recorder:
         self._first, self._last = config.steps or (0, 0)
         self._armed = config.steps is not None and (config.ranks is None or rank in config.ranks)
         self._rank = rank
-        self._folder = absolute(config.dir)
+        self._folder = absolute(config.dir, "profile.dir")
         self._running: profile | None = None
         self._marked = ExitStack()  # the current step
         self._begun = 0
