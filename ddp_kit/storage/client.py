@@ -1,6 +1,8 @@
 """`Service`: how a process without obstore uses object storage. See service.py for the program that it starts."""
 
 import json
+import os
+import signal
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,7 +37,7 @@ class Service:
         check_client()
         self.url = url
         self._program: _Program | None = None
-        self._calling = Lock()
+        self._using = Lock()  # threads that read tensor files fetch them
 
     @property
     def started(self) -> bool:
@@ -43,16 +45,9 @@ class Service:
         return self._program is not None and not self._program.gone
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """The result of a method of the service."""
-        with self._calling:  # several threads read files
-            program = self._program
-            if program is None or program.gone:
-                program = self._program = self._start()
-            with suppress(CheckpointError):  # an earlier call, which was interrupted
-                program.finished(wait=True)
-            program.begin(json.dumps([self.url, method, arguments]))
-            program.finished(wait=True)
-            return program.result
+        """The result of a method of the service. May be called from several threads."""
+        with self._using:
+            return self._call(method, arguments)
 
     def checkpoint(self, place: str, folder: Path, *, owned: bool) -> StoredCheckpoint:
         """A checkpoint whose files are fetched to `folder` when they are read.
@@ -71,6 +66,26 @@ class Service:
         if self._program is not None:
             self._program.close()
             self._program = None
+
+    def kill(self) -> None:
+        """Kill the process, for a caller that was interrupted: `close` waits for a request, which may take long."""
+        if self._program is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._program.pid, signal.SIGKILL)
+
+    def _call(self, method: str, arguments: dict[str, Any]) -> Any:
+        program = self._program
+        if program is None or program.gone:
+            program = self._program = self._start()
+        while True:
+            try:
+                if program.finished(wait=True):  # an earlier call may have been interrupted
+                    break
+            except CheckpointError:
+                continue
+        program.begin(json.dumps([self.url, method, arguments]))
+        program.finished(wait=True)
+        return program.result
 
     def _fetch(self, place: str, folder: Path, owned: bool, name: str) -> None:
         self.call("fetch", place=place, name=name, folder=str(folder), owned=owned)

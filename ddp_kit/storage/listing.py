@@ -71,8 +71,10 @@ class Listing:
             problem = self._missing(place, manifest)
         return RemoteCheckpoint(Path(place), step or 0, manifest, problem, url=f"{self.store.url}/{place}")
 
-    def branch_steps(self, branch: str) -> list[int]:
-        """The steps of the checkpoints of an abandoned branch, newest first. `branch`: the name of its folder."""
+    def steps_of(self, branch: str) -> list[int]:
+        """The steps with a manifest in an abandoned branch, newest first. `branch`: its folder; "": the run itself."""
+        if not branch:
+            return self.steps
         folders = (folder.removeprefix(f"{branch}/") for folder in self._manifests if folder.startswith(f"{branch}/"))
         return sorted((step for step in map(step_of, folders) if step is not None), reverse=True)
 
@@ -142,6 +144,10 @@ def newest_whole(listing: Listing) -> tuple[StoredCheckpoint | None, list[Stored
     return None, skipped
 
 
-def best(listing: Listing) -> StoredCheckpoint | None:
-    """The newest checkpoint that was the best when it was saved; None if there is none."""
-    return next((found for found in listing.each(listing.steps) if found.manifest and found.manifest.best), None)
+def best(listing: Listing, branch: str = "") -> StoredCheckpoint | None:
+    """The newest checkpoint that was the best when it was saved; None if there is none.
+
+    `branch`: the folder of an abandoned branch; "": the run.
+    """
+    candidates = listing.each(listing.steps_of(branch), folder=branch)
+    return next((found for found in candidates if found.manifest and found.manifest.best), None)

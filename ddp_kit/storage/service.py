@@ -11,7 +11,7 @@ from typing import Any
 from ddp_kit.child_program import serve
 from ddp_kit.storage.fetching import fetch_file, fetch_manifest
 from ddp_kit.storage.lease import Lease
-from ddp_kit.storage.listing import Listing
+from ddp_kit.storage.listing import Listing, best
 from ddp_kit.storage.saving import set_aside
 from ddp_kit.storage.store import Store
 
@@ -43,18 +43,33 @@ class _Requests:
         """Give the lock back."""
         self.lease.release()
 
-    def newest(self) -> Any:
-        """The step and the problem of each checkpoint, newest first, until enough are complete."""
+    def newest(self, branch: str = "") -> Any:
+        """The step and the problem of each checkpoint, newest first, until enough are complete.
+
+        `branch`: the folder of an abandoned branch, whose checkpoints are meant.
+        """
         listing = Listing(self._store)
         found = []
         whole = 0
-        for step in listing.steps:
-            for checkpoint in listing.each([step]):
+        for step in listing.steps_of(branch):
+            for checkpoint in listing.each([step], folder=branch):
                 found.append([checkpoint.step, checkpoint.problem])
                 whole += checkpoint.whole
             if whole == _MOST_LISTED:
                 break
         return found
+
+    def best(self, branch: str) -> Any:
+        """The step of the best checkpoint; None if there is none. `branch`: as for `newest`."""
+        found = best(Listing(self._store), branch)
+        return None if found is None else found.step
+
+    def examine(self, place: str) -> Any:
+        """The problem and the size of a checkpoint; None if it has no manifest."""
+        found = Listing(self._store).checkpoint(place)
+        if found is None:
+            return None
+        return found.problem, found.manifest.bytes if found.manifest else 0
 
     def size(self, place: str) -> int:
         """The size of all files of a checkpoint in bytes; 0 if it has no manifest."""

@@ -203,7 +203,7 @@ def test_checkpoints_of_an_abandoned_branch_are_kept(store: Store, long_ago: Non
         saving.write(*task(store, step, token=f"b{step}", keep_last=1))
     assert steps(store) == [4]
     branch = place.rpartition("/")[2]
-    aside = [*Listing(store).each(Listing(store).branch_steps(branch), folder=branch)]
+    aside = [*Listing(store).each(Listing(store).steps_of(branch), folder=branch)]
     assert [(found.step, found.problem) for found in aside] == [(3, None), (2, None)]
     found = opened(store, f"{branch}/{name_of(2)}", tmp_path)
     assert found.file("state.json").read_bytes() == b" state   2"

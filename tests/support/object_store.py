@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,14 @@ def object_store() -> "Iterator[ObjectStore]":
     """A server for all tests: each needs a prefix of its own."""
     with ObjectStore() as store:
         yield store
+
+
+@pytest.fixture
+def url(object_store: "ObjectStore", monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a run that no other test has, and the environment with which it is found."""
+    for name, value in object_store.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}/run"
 
 
 class ObjectStore:
