@@ -178,8 +178,8 @@ class LearningRateSearch:
 class LoadedWeights:
     """The result of `load_model`: names of weights and buffers that were loaded, and of those that did not match."""
 
-    path: Path
-    """The checkpoint or the file that was loaded."""
+    path: Path | str
+    """The checkpoint or the file that was loaded; a str if it is a URL."""
     step: int | None
     """The optimizer step of the checkpoint; None for a file."""
     loaded: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,13 +24,16 @@ from ddp_kit.checkpoint.format import (
     read_state,
 )
 from ddp_kit.checkpoint.reader import cannot_load, explained_read_errors, load_entries
-from ddp_kit.checkpoint.weight_files import FROZEN, has_average, stored_weights
-from ddp_kit.config.settings import absolute
+from ddp_kit.checkpoint.weight_files import FROZEN, fetched, has_average, stored_weights
+from ddp_kit.config.settings import absolute_location
 from ddp_kit.errors import CheckpointError, ConfigError
 from ddp_kit.log import logger
 from ddp_kit.memory.fake import is_fake
 from ddp_kit.records import LoadedWeights
 from ddp_kit.state_values import Piece
+from ddp_kit.storage.choosing import candidates
+from ddp_kit.storage.remote import RemoteCheckpoint
+from ddp_kit.storage.urls import Location, split
 from ddp_kit.texts import some
 from ddp_kit.torch_internals import is_extra_state, loaded_by_own_code
 
@@ -141,7 +144,7 @@ _LONGEST_TEXT = 300
 
 
 class _Weights(NamedTuple):
-    path: Path
+    path: Path | str
     step: int | None
     values: Mapping[str, Any]
     omitted: Mapping[str, Any] = {}
@@ -161,8 +164,9 @@ def load_model(
     All bytes read from a checkpoint are verified against its hashes.
 
     Args:
-        path: A run's checkpoint folder, one checkpoint, or a file written by `ddpkit export` (if it is sharded, its
-            `.safetensors.index.json`). The checkpoint may be from any parallel strategy and number of ranks.
+        path: A run's checkpoint folder or one checkpoint, on disk or as a URL in object storage; or a file written by
+            `ddpkit export` (if it is sharded, its `.safetensors.index.json`). The checkpoint may be from any parallel
+            strategy and number of ranks.
         model: A module with whole (not sharded) weights, on any device. Loaded values are converted to its dtypes.
         which: Which checkpoint to load if `path` is a run's folder: the newest complete one, or the best one by
             `checkpoint.best_metric`.
@@ -180,7 +184,7 @@ def load_model(
         ConfigError: For invalid arguments, such as `ema` for a checkpoint without averaged weights, or a model on the
             meta device.
     """
-    source = absolute(path)
+    source = absolute_location(path)
     if any(value.is_meta for value in model.state_dict().values() if isinstance(value, Tensor)):
         raise ConfigError(
             "the model is on the meta device, so its weights have no storage", "call model.to_empty(device='cpu') first"
@@ -188,15 +192,21 @@ def load_model(
     return _load_into(model, _read(source, which, ema), strict)
 
 
-def _read(source: Path, which: str, ema: bool) -> _Weights:
+def _read(source: Location, which: str, ema: bool) -> _Weights:
     if which not in ("newest", "best"):
         raise ConfigError(f"load_model got which={which!r}", 'use "newest" or "best"')
-    is_file = source.name.endswith((TENSORS, INDEX))
-    if which == "best" and (is_file or (source / MANIFEST).exists()):
+    is_file = str(source).endswith((TENSORS, INDEX))
+    is_checkpoint = (source / MANIFEST).exists() if isinstance(source, Path) else bool(split(source)[1])
+    if which == "best" and (is_file or is_checkpoint):
         raise ConfigError(
             f"which='best' needs a run's checkpoint folder, but {source} is a single checkpoint or file",
             "omit which, or pass the run's checkpoint.dir",
         )
+    if is_file and isinstance(source, str):
+        raise ConfigError(f"load_model reads exported files from a disk only, not {source}", "copy the file to a disk")
+    if isinstance(source, str):
+        with candidates(source, best=which == "best") as found:
+            return _first(found, source, ema, is_only=is_checkpoint or which == "best")
     if is_file:
         if ema:
             raise ConfigError(
@@ -207,18 +217,20 @@ def _read(source: Path, which: str, ema: bool) -> _Weights:
         return _from_file(source)
     if which == "best":
         return _from_checkpoint(best(source), ema)
-    if (source / MANIFEST).exists():
+    if is_checkpoint:
         return _from_checkpoint(examine(source), ema)
-    return _newest(source, ema)
+    return _first(checkpoints(source), source, ema)
 
 
-def _newest(folder: Path, ema: bool) -> _Weights:
+def _first(found: Iterable[StoredCheckpoint], folder: Location, ema: bool, *, is_only: bool = False) -> _Weights:
+    """The weights of the first checkpoint that is not damaged. `is_only`: whether there is only one."""
     first: CheckpointError | None = None
-    for checkpoint in checkpoints(folder):
+    for checkpoint in found:
         try:
             return _from_checkpoint(checkpoint, ema)
         except CheckpointError as error:
-            if checkpoint.has_other_format:
+            # Of a store that cannot be reached, older checkpoints must not be taken for the newest.
+            if is_only or checkpoint.has_other_format or error.transient:
                 raise
             first = first or error
             logger.warning("checkpoint skipped: {}", error.message)
@@ -238,7 +250,10 @@ def _from_checkpoint(checkpoint: StoredCheckpoint, ema: bool) -> _Weights:
         logger.info(
             "{} also has the averaged weights that evaluations used; pass ema=True to load them", checkpoint.place
         )
-    return _Weights(checkpoint.path, checkpoint.step, load_entries(checkpoint, stored.entries), stored.omitted)
+    with explained_read_errors(checkpoint):
+        files = fetched(checkpoint, stored)
+    path = checkpoint.url if isinstance(checkpoint, RemoteCheckpoint) else checkpoint.path
+    return _Weights(path, checkpoint.step, load_entries(files, stored.entries), stored.omitted)
 
 
 # --- safetensors files ------------------------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ from ddp_kit.checkpoint.lock import (
     overwritten_error,
 )
 from ddp_kit.checkpoint.writer import set_aside, wait_for_writers
-from ddp_kit.control_groups import available_memory
 from ddp_kit.distributed.world import World, broadcast_bytes, gathered, largest
-from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, attempt_id, job_id, memory_folder, predecessors
+from ddp_kit.env import SHARED_MEMORY, attempt_id, job_id, memory_folder, predecessors
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
+from ddp_kit.storage.choosing import fits_in_memory
 from ddp_kit.storage.client import Service
 from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.urls import Location, split
@@ -231,7 +231,7 @@ def reading(location: Location, world: World) -> Iterator[Path | Fetched]:
         except CheckpointError as error:
             problem = error
     (size,) = largest(world, [size])
-    fits = gathered(world, [_fits_in_memory(size)])[world.rank - world.local_rank][0]
+    fits = gathered(world, [fits_in_memory(size)])[world.rank - world.local_rank][0]
     base = Path(tempfile.gettempdir())
     if fits:
         base = memory_folder() or Path(SHARED_MEMORY)
@@ -245,12 +245,3 @@ def reading(location: Location, world: World) -> Iterator[Path | Fetched]:
         service.close()
         if world.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _fits_in_memory(size: int) -> bool:
-    """Whether files of `size` bytes fit into memory, next to the state that is read from them."""
-    try:
-        status = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return False
-    return status.f_bavail * status.f_frsize > size + LEAST_SHARED_MEMORY and available_memory() > 2 * size

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from io import BufferedReader
 from itertools import chain
 from typing import Any, NamedTuple
@@ -367,6 +368,16 @@ def stored_weights(state: Any, *, ema: bool = False) -> StoredWeights:
         for name, entry in entries.items():
             entries[name] = next(filter(None, map(averaged.get, keys_in([entry]))), entry)
     return StoredWeights(entries, omitted)
+
+
+def fetched(checkpoint: StoredCheckpoint, stored: StoredWeights) -> StoredCheckpoint:
+    """The checkpoint with only the files that may hold these weights. Fetches them, if they are in object storage."""
+    assert checkpoint.manifest is not None, "examined"
+    parts = {part for part, _ in keys_in(stored.entries.values())}
+    files = tuple(file for file in checkpoint.manifest.files if part_of(file.name) in parts)
+    for file in files:
+        checkpoint.file(file.name)
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, files=files))
 
 
 def has_average(state: Any) -> bool:

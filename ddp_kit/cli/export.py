@@ -5,8 +5,9 @@ import math
 import mmap
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,14 @@ from ddp_kit.checkpoint.weight_files import (
     StoredWeights,
     TensorFiles,
     Whole,
+    fetched,
     has_average,
     keys_in,
     stored_weights,
 )
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
+from ddp_kit.storage.choosing import candidates
+from ddp_kit.storage.urls import Location
 from ddp_kit.terminal import Terminal
 
 Weights = Mapping[str, Whole]
@@ -78,7 +82,13 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
         raise UsageError(f"{args.target} does not end with {TENSORS}", f"name it {args.target.stem}{TENSORS}")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent}", f"mkdir -p {target.parent}")
-    checkpoint = _checkpoint(args.source, args.best, terminal)
+    with _chosen(args.source, args.best, terminal) as checkpoint:
+        _export_explained(checkpoint, target, args, terminal)
+    return 0
+
+
+def _export_explained(checkpoint: StoredCheckpoint, target: Path, args: Namespace, terminal: Terminal) -> None:
+    """Export the weights. Raises `CheckpointError` if this fails."""
     try:
         _export(checkpoint, target, args.max_shard_size, args.ema, terminal)
     except OSError as error:
@@ -94,10 +104,24 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
             f"the checkpoint {checkpoint.place} cannot be exported: {error}",
             f"choose another checkpoint; `ddpkit checkpoints {checkpoint.run} --verify` shows damaged ones",
         ) from None
-    return 0
 
 
-def _checkpoint(source: Path, wants_best: bool, terminal: Terminal) -> StoredCheckpoint:
+@contextmanager
+def _chosen(source: Location, wants_best: bool, terminal: Terminal) -> Iterator[StoredCheckpoint]:
+    """Context manager with the checkpoint to export, whose files can be read until its end."""
+    if isinstance(source, Path):
+        yield _on_disk(source, wants_best, terminal)
+        return
+    with candidates(source, best=wants_best) as found:
+        for checkpoint in found:
+            if checkpoint.whole:
+                yield checkpoint
+                return
+            terminal.print_text(f"skipped {checkpoint}")
+    raise _none_complete(source)
+
+
+def _on_disk(source: Path, wants_best: bool, terminal: Terminal) -> StoredCheckpoint:
     """Find the checkpoint to export: `source` itself or, in a folder, the best or the newest complete checkpoint."""
     if wants_best or (source / MANIFEST).exists():
         checkpoint = best(source) if wants_best else examine(source)
@@ -111,11 +135,15 @@ def _checkpoint(source: Path, wants_best: bool, terminal: Terminal) -> StoredChe
     for damaged in choice.skipped:
         terminal.print_text(f"skipped {damaged}")
     if choice.checkpoint is None:
-        raise UsageError(
-            f"there is no complete checkpoint in {source}",
-            f"`ddpkit checkpoints {source}` lists the checkpoints in this folder and their states",
-        )
+        raise _none_complete(source)
     return choice.checkpoint
+
+
+def _none_complete(source: Location) -> UsageError:
+    return UsageError(
+        f"there is no complete checkpoint in {source}",
+        f"`ddpkit checkpoints {source}` lists the checkpoints in this folder and their states",
+    )
 
 
 # --- Export -----------------------------------------------------------------------------------------------------------
@@ -129,7 +157,7 @@ def _export(checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, 
         )
     stored = stored_weights(state, ema=ema)
     names, tied = _names(stored)
-    files = TensorFiles(checkpoint)
+    files = TensorFiles(fetched(checkpoint, stored))
     weights = {name: files.tensors[key] for name, key in names.items()}
     shards = _shards(weights, most)
     stem = target.name.removesuffix(TENSORS)

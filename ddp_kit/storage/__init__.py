@@ -6,6 +6,7 @@
     listing.py    the checkpoints under a URL, and what is left of unfinished ones
     fetching.py   copies files of a checkpoint into a folder of this node, where the reader of disks reads them
     lease.py      the lock of a run: an object that its holder renews
+    choosing.py   the checkpoints that a URL may mean, for `ddpkit export` and `load_model`
     service.py    the program that locks, lists and fetches for a rank, which does not import obstore
 
 Objects have the names that a folder of checkpoints has, so a copy of all objects in a folder can be read as one:
