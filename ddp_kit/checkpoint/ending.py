@@ -1,4 +1,6 @@
-"""The program that saves the newest copies in memory on disk when a job has ended badly. Does not import torch.
+"""The program that saves the newest copies in memory to `checkpoint.dir` when a job has ended badly.
+
+Does not import torch.
 
 The launcher's server runs it before it removes the folder of the copies.
 """
@@ -6,19 +8,26 @@ The launcher's server runs it before it removes the folder of the copies.
 import json
 import mmap
 import os
+import socket
 import sys
+import uuid
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from enum import Enum, auto
 from io import FileIO
 from pathlib import Path
 
 from ddp_kit.checkpoint.format import StoredCheckpoint, newest_whole
 from ddp_kit.checkpoint.writer import RUN_LOCK, Region, WriteTask, lock_within, write
+from ddp_kit.env import attempt_id, job_id
 from ddp_kit.errors import CheckpointError
+from ddp_kit.storage.urls import is_url
 from ddp_kit.texts import resuming_command
 
 _TARGET = "target.json"
 _LOCK_SECONDS = 5.0  # for the workers of other nodes, which may still be ending
+_LAST_ATTEMPT = 1 << 30  # the lock is taken at once from each attempt of the same job
 
 
 @dataclass(frozen=True)
@@ -26,12 +35,14 @@ class Target:
     """The place where the newest copy in a folder is saved."""
 
     folder: str
-    """The folder of the run's checkpoints on disk."""
+    """The folder of the run's checkpoints on disk, or its URL in object storage."""
     keep_last: int
     auto: bool
     """Whether the same command resumes from it."""
     alone: bool
     """Whether this node is the only one, or the only one with this folder."""
+    job: str = field(default_factory=lambda: job_id() if attempt_id() else "")
+    """The job, if it has a unique id: its ranks may have held the lock in object storage."""
 
     def note(self, copies: Path) -> None:
         """Write this to the folder of the copies, unless it is there: the disk may be full by now. Raises `OSError`."""
@@ -65,14 +76,38 @@ def target_of(copies: Path) -> Target:
 
 
 def save(copies: Path) -> str:
-    """Save the newest copy in a folder on disk, and return a message; empty if there is nothing to save.
+    """Save the newest copy in a folder to its target, and return a message; empty if there is nothing to save.
 
-    Nothing is saved if the disk has this step or a later one, or if another run uses the folder.
+    Nothing is saved if the target has this step or a later one, or if another run uses it.
     """
     copy = newest_whole(copies, hashes=True).checkpoint
     if copy is None:
         return ""
     target = target_of(copies)
+    save_to = _save_in_store if is_url(target.folder) else _save_on_disk
+    try:
+        outcome = save_to(copy, target)
+    except CheckpointError as error:
+        return f"the state after step {copy.step} could not be saved: {error.message}"
+    if outcome is _Outcome.OTHER_RUN and target.alone:
+        return f"the state after step {copy.step} was not saved: another run uses {target.folder}"
+    if outcome is not _Outcome.SAVED:
+        return ""
+    return (
+        f"the state after step {copy.step} was saved to {target.folder}; {resuming_command(auto=target.auto)} "
+        "continues there"
+    )
+
+
+class _Outcome(Enum):
+    SAVED = auto()
+    NOT_NEEDED = auto()
+    OTHER_RUN = auto()
+    """Another run uses the target, or on another node, the same program of this job."""
+
+
+def _save_on_disk(copy: StoredCheckpoint, target: Target) -> _Outcome:
+    """Save a copy on disk. Raises `CheckpointError`."""
     folder = Path(target.folder)
     with ExitStack() as stack:
         with suppress(OSError):  # without a lock if the file system has none
@@ -81,26 +116,50 @@ def save(copies: Path) -> str:
             )
             stack.enter_context(lock)
             if not lock_within(lock, _LOCK_SECONDS):
-                if target.alone:
-                    return f"the state after step {copy.step} was not saved: another run uses {folder}"
-                return ""
-        try:
-            saved = newest_whole(folder).checkpoint
-            if saved is not None and saved.step >= copy.step:
-                return ""
-            write(_task(copy, target), memoryview(b""))
-        except CheckpointError as error:
-            return f"the state after step {copy.step} could not be saved: {error.message}"
-    return (
-        f"the state after step {copy.step} was saved to {folder}; {resuming_command(auto=target.auto)} continues there"
-    )
+                return _Outcome.OTHER_RUN
+        saved = newest_whole(folder).checkpoint
+        if saved is not None and saved.step >= copy.step:
+            return _Outcome.NOT_NEEDED
+        write(_task(copy, target), memoryview(b""))
+    return _Outcome.SAVED
 
 
-def _task(copy: StoredCheckpoint, target: Target) -> WriteTask:
+def _save_in_store(copy: StoredCheckpoint, target: Target) -> _Outcome:
+    """Save a copy in object storage. Raises `CheckpointError`."""
+    from ddp_kit.storage import listing, saving  # imports a client, which starts threads
+    from ddp_kit.storage.lease import Answer, Lease
+    from ddp_kit.storage.store import Store
+
+    store = Store(target.folder)
+    lease = Lease(store)
+    run = f"{target.job}/{uuid.uuid4().hex}"
+    own = {
+        "run": run,
+        "job": target.job,
+        "attempt": _LAST_ATTEMPT,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "boot": "",
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    answer, _ = lease.take(own)
+    if answer is not Answer.TAKEN:  # no need to wait: this job has held the lock until it ended
+        return _Outcome.OTHER_RUN
+    try:
+        saved, _ = listing.newest_whole(listing.Listing(store))
+        if saved is not None and saved.step >= copy.step:
+            return _Outcome.NOT_NEEDED
+        saving.write(_task(copy, target, run), memoryview(b""))
+    finally:
+        lease.release()
+    return _Outcome.SAVED
+
+
+def _task(copy: StoredCheckpoint, target: Target, holder: str = "") -> WriteTask:
     manifest = copy.manifest
     assert manifest is not None, "complete"
     files = tuple(StoredRegion(file.name, 0, file.bytes, str(copy.file(file.name))) for file in manifest.files)
-    return WriteTask(target.folder, copy.step, False, target.keep_last, manifest.versions, files)
+    return WriteTask(target.folder, copy.step, False, target.keep_last, manifest.versions, files, holder=holder)
 
 
 def main(root: str) -> None:
