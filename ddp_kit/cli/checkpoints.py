@@ -3,9 +3,11 @@
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,19 @@ from ddp_kit.checkpoint.format import (
     examine,
     left_branches,
     leftovers,
+    name_of,
     open_file,
     part_of,
     read_header,
     read_state,
     verified,
 )
-from ddp_kit.errors import CheckpointError, UsageError
+from ddp_kit.errors import CheckpointError, ConfigError, UsageError
 from ddp_kit.exit_codes import ExitCode
+from ddp_kit.storage.choosing import candidates
+from ddp_kit.storage.interrupts import interruptible
+from ddp_kit.storage.remote import RemoteCheckpoint
+from ddp_kit.storage.urls import checked_location, is_url, split, split_branch
 from ddp_kit.terminal import Terminal
 from ddp_kit.texts import aligned, duration_text, plural, shortened, size_text
 
@@ -57,7 +64,8 @@ def parser() -> Parser:
         nargs=2,
         metavar="STEP",
         help="print how the checkpoints of two steps differ: names, shapes and types of tensors, the tensors with "
-        "other values, and all other values; instead of a step, also the folder of a checkpoint, as of another run",
+        "other values, and all other values; instead of a step, also the folder or the URL of a checkpoint, as of "
+        "another run",
     )
     return flags
 
@@ -66,31 +74,111 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     """List the checkpoints in a folder, or the differences between two of them, and return the exit code."""
     args = parser().parse_args(argv)
     try:
-        stored = checkpoints(args.dir)
-        left = leftovers(args.dir)
-        branches = left_branches(args.dir)
+        with ExitStack() as stack:
+            return _run(args, terminal, stack)
     except CheckpointError as error:
         raise UsageError(error.message, error.hint) from None
-    if not stored and not left and not branches:
+
+
+def _run(args: argparse.Namespace, terminal: Terminal, stack: ExitStack) -> int:
+    """Carry out the command. `stack`: for what is open until its end. Raises `CheckpointError`."""
+    found = _on_disk(args.dir) if isinstance(args.dir, Path) else _in_store(args.dir)
+    stored = found.checkpoints
+    if not stored and not found.incomplete and not found.branches:
         raise UsageError(
             f"there are no checkpoints in {args.dir}", "name the folder that contains the step-... folders"
         )
     if args.diff:
-        stored = tuple(_checkpoint(word, stored) for word in args.diff)
-    if args.verify:
-        stored = tuple(map(verified, stored))
-    if args.diff and all(checkpoint.whole for checkpoint in stored):
-        title = " -> ".join(re.sub(r"^(\d+)$", r"step \1", word) for word in args.diff)
-        terminal.print_text("\n".join(_differences(title, *stored)))
-        return ExitCode.OK
+        stored = tuple(_checkpoint(word, stored, stack) for word in args.diff)
+        if args.verify:  # what is fetched is verified in any case
+            stored = tuple(one if isinstance(one, RemoteCheckpoint) else verified(one) for one in stored)
+        if all(checkpoint.whole for checkpoint in stored):
+            return _compare(args.diff, stored, terminal)
+    elif args.verify:
+        stored = tuple(_verified(found, stored, terminal))
     terminal.print_text("\n".join(aligned([*_overview(stored)])))
-    for path in left:
-        terminal.print_text(f"{path.name}: incomplete; the next save removes it, unless a process is still writing it")
-    for path in branches:
-        terminal.print_text(f"{path.name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {path}`")
+    for name, until in found.incomplete:
+        terminal.print_text(f"{name}: incomplete; {until}")
+    for name in found.branches:
+        terminal.print_text(
+            f"{name}: an abandoned branch, which no save removes; see `ddpkit checkpoints {args.dir}/{name}`"
+        )
     if not all(checkpoint.whole for checkpoint in stored):
         return ExitCode.BROKEN
     return ExitCode.OK
+
+
+def _compare(words: Sequence[str], stored: Sequence[StoredCheckpoint], terminal: Terminal) -> int:
+    """Print the differences between two checkpoints. `words`: their names on the command line."""
+    title = " -> ".join(re.sub(r"^(\d+)$", r"step \1", word) for word in words)
+    try:
+        lines = [*_differences(title, *stored)]
+    except CheckpointError as error:
+        if error.transient:
+            raise
+        terminal.print_text(error.message)
+        return ExitCode.BROKEN
+    terminal.print_text("\n".join(lines))
+    return ExitCode.OK
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is in a folder, on disk or in object storage."""
+
+    checkpoints: tuple[StoredCheckpoint, ...]
+    """Newest first."""
+    incomplete: list[tuple[str, str]]
+    """The name of each incomplete save, and when it is removed."""
+    branches: list[str]
+    """The names of the folders with abandoned branches."""
+    verify: Callable[[StoredCheckpoint], StoredCheckpoint] = verified
+    """A function that compares the hashes of all files of a checkpoint."""
+
+
+def _on_disk(folder: Path) -> _Found:
+    until = "the next save removes it, unless a process is still writing it"
+    return _Found(
+        checkpoints(folder),
+        [(path.name, until) for path in leftovers(folder)],
+        [path.name for path in left_branches(folder)],
+    )
+
+
+def _in_store(url: str) -> _Found:
+    run, place = split(url)
+    if place:
+        raise UsageError(
+            f"{url} is one checkpoint, not a folder of checkpoints", f"list all of its run: ddpkit checkpoints {run}"
+        )
+    from ddp_kit.storage import verifying  # imports a client, which starts threads
+    from ddp_kit.storage.listing import Listing
+    from ddp_kit.storage.store import Store
+
+    run, branch = split_branch(url)
+
+    def listed() -> _Found:
+        store = Store(run)
+        listing = Listing(store)
+        stored = tuple(listing.each(listing.steps_of(branch), folder=branch))
+        if branch:
+            return _Found(stored, [], [], partial(verifying.verified, store))
+        until = "a save removes it once nothing has been written there for an hour"
+        incomplete = [(name, until) for name, _ in listing.unnamed()]
+        return _Found(stored, incomplete, listing.branches, partial(verifying.verified, store))
+
+    return interruptible(listed)
+
+
+def _verified(found: _Found, stored: Sequence[StoredCheckpoint], terminal: Terminal) -> Iterator[StoredCheckpoint]:
+    """Verify checkpoints, and print which one is being read, if it is fetched."""
+    for number, checkpoint in enumerate(stored, 1):
+        if not isinstance(checkpoint, RemoteCheckpoint):
+            yield verified(checkpoint)
+            continue
+        size = checkpoint.manifest.bytes if checkpoint.manifest else 0
+        terminal.print_message(f"verifying step {checkpoint.step} ({number} of {len(stored)}, {size_text(size)})")
+        yield interruptible(partial(found.verify, checkpoint))
 
 
 # --- Table ------------------------------------------------------------------------------------------------------------
@@ -128,11 +216,19 @@ def _age(created: str) -> str:
 # --- Differences ------------------------------------------------------------------------------------------------------
 
 
-def _checkpoint(word: str, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-    """The checkpoint of a step, or the one in a folder. `stored`: the checkpoints by step. Raises `UsageError`."""
+def _checkpoint(word: str, stored: Sequence[StoredCheckpoint], stack: ExitStack) -> StoredCheckpoint:
+    """The checkpoint of a step, or the one in a folder or at a URL, whose files are fetched until the stack is closed.
+
+    `stored`: the checkpoints by step. Raises `UsageError` and `CheckpointError`.
+    """
     by_step = {str(checkpoint.step): checkpoint for checkpoint in stored}
     if word in by_step:
-        return by_step[word]
+        known = by_step[word]
+        if isinstance(known, RemoteCheckpoint) and known.whole:
+            return next(stack.enter_context(candidates(known.url)))
+        return known
+    if is_url(word):
+        return next(stack.enter_context(candidates(_checked_url(word))))
     if word.isdecimal():
         raise UsageError(
             f"there is no checkpoint of step {word}", f"the folder has checkpoints of steps {', '.join(by_step)}"
@@ -144,6 +240,17 @@ def _checkpoint(word: str, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoi
     if checkpoint.manifest is None and not Path(word).name.startswith("step-"):
         raise UsageError(f"{word} is {checkpoint.problem}", "name a folder such as step-00000100")
     return checkpoint
+
+
+def _checked_url(word: str) -> str:
+    """The URL of a checkpoint. Raises `UsageError`."""
+    try:
+        url = str(checked_location(word))
+    except ConfigError as error:
+        raise UsageError(error.message, error.hint) from None
+    if not split(url)[1]:
+        raise UsageError(f"{url} is not the URL of a checkpoint", f"name one, such as {url}/{name_of(100)}")
+    return url
 
 
 def _differences(title: str, old: StoredCheckpoint, new: StoredCheckpoint) -> Iterator[str]:

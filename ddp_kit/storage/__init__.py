@@ -5,6 +5,8 @@
     saving.py     writes a checkpoint: each writer its files, then its record; the manifest last
     listing.py    the checkpoints under a URL, and what is left of unfinished ones
     fetching.py   copies files of a checkpoint into a folder of this node, where the reader of disks reads them
+    verifying.py  compares the hashes of files, for `ddpkit checkpoints --verify`
+    interrupts.py lets Ctrl-C end a command that waits for a store
     lease.py      the lock of a run: an object that its holder renews
     choosing.py   the checkpoints that a URL may mean, for `ddpkit export` and `load_model`
     service.py    the program that locks, lists and fetches for a rank, which does not import obstore

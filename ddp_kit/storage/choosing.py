@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddp_kit.checkpoint.format import StoredCheckpoint, name_of
+from ddp_kit.checkpoint.format import StoredCheckpoint, name_of, step_of
 from ddp_kit.control_groups import available_memory
 from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, memory_folder
 from ddp_kit.errors import CheckpointError, advice_for
@@ -65,6 +65,7 @@ def _each(service: Service, places: dict[str, str | None], folders: list[Path]) 
     """Yield the checkpoints. `folders`: a list, to which this adds the folders that it makes."""
     for place, known in places.items():
         url = f"{service.url}/{place}"
+        step = step_of(place.rpartition("/")[2])
         problem = known
         size = 0
         if known is None:
@@ -76,7 +77,7 @@ def _each(service: Service, places: dict[str, str | None], folders: list[Path]) 
                 )
             problem, size = found
         if problem is not None:
-            yield RemoteCheckpoint(Path(place), -1, None, problem, url)
+            yield RemoteCheckpoint(Path(place), step or 0, None, problem, url)
             continue
         folders.append(_new_folder(size))
         yield service.checkpoint(place, folders[-1], owned=True)
