@@ -47,7 +47,14 @@ class Service:
     def call(self, method: str, **arguments: Any) -> Any:
         """The result of a method of the service. May be called from several threads."""
         with self._using:
-            return self._call(method, arguments)
+            program = self._program
+            if program is None or program.gone:
+                program = self._program = self._start()
+            with suppress(CheckpointError):  # an earlier call, which was interrupted
+                program.finished(wait=True)
+            program.begin(json.dumps([self.url, method, arguments]))
+            program.finished(wait=True)
+            return program.result
 
     def checkpoint(self, place: str, folder: Path, *, owned: bool) -> StoredCheckpoint:
         """A checkpoint whose files are fetched to `folder` when they are read.
@@ -72,20 +79,6 @@ class Service:
         if self._program is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._program.pid, signal.SIGKILL)
-
-    def _call(self, method: str, arguments: dict[str, Any]) -> Any:
-        program = self._program
-        if program is None or program.gone:
-            program = self._program = self._start()
-        while True:
-            try:
-                if program.finished(wait=True):  # an earlier call may have been interrupted
-                    break
-            except CheckpointError:
-                continue
-        program.begin(json.dumps([self.url, method, arguments]))
-        program.finished(wait=True)
-        return program.result
 
     def _fetch(self, place: str, folder: Path, owned: bool, name: str) -> None:
         self.call("fetch", place=place, name=name, folder=str(folder), owned=owned)
