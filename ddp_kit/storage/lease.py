@@ -77,12 +77,12 @@ class Lease:
                 break
         self._first = None
         self.lost = None
-        if not self._checked:
-            self._checked = True
-            self._check_store()
         self._done = Event()
         self._renewing = Thread(target=self._renew, args=(self._done,), daemon=True)
         self._renewing.start()
+        if not self._checked:
+            self._check_store()
+            self._checked = True
         return Answer.TAKEN, found
 
     def note_wrote(self, run: str) -> None:
@@ -138,18 +138,23 @@ class Lease:
 
     def _put_or_lose(self) -> None:
         """Write the lock; if another run has written it, note this."""
-        try:
-            self._put(self._version)
-        except ConflictError:
-            found, version = self._read()
-            if found.get("run") == self._own["run"]:  # the answer to an earlier request was lost
-                self._put(version)
-            else:
-                self.lost = found
+        expected = self._version
+        while self.lost is None:
+            try:
+                self._put(expected)
+                return
+            except ConflictError:
+                found, expected = self._read()
+                if found.get("run") != self._own["run"]:  # else, the answer to an earlier request was lost
+                    self.lost = found
+            except MissingError:  # somebody has deleted it
+                if expected is None:
+                    raise
+                expected = None
 
     def _renew(self, done: Event) -> None:
         while not done.wait(self._renewal) and self.lost is None:
-            with self._using, suppress(CheckpointError, ConflictError):  # tried again
+            with self._using, suppress(CheckpointError):  # tried again
                 self._put_or_lose()
 
     def _check_store(self) -> None:
@@ -162,7 +167,8 @@ class Lease:
         except UnsupportedError:
             conditional = False
         if not conditional:
-            self._put(None)
+            with self._using:
+                self._put(None)
             self.warnings.append(
                 f"{self._store.url} is in a store without conditional requests, so nothing prevents two runs from "
                 "writing there at the same time"

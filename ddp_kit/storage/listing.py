@@ -1,6 +1,7 @@
 """The checkpoints under a URL: what a listing of its objects and their manifests say."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +13,7 @@ from ddp_kit.storage.store import MissingError, Store, Stored
 
 _LONG_AGO = timedelta(hours=1)  # a save that has put no object for this long has ended
 _READERS = 16
+_TOKEN = re.compile("[0-9a-f]{8,}")
 
 
 class Listing:
@@ -25,13 +27,13 @@ class Listing:
         self._manifests: dict[str, Stored] = {}  # by the folder of the checkpoint
         for name, found in self._objects.items():
             folder, _, last = name.rpartition("/")
-            step = step_of(folder.rpartition("/")[2])
-            if last == MANIFEST and step is not None:
+            above, _, inner = folder.rpartition("/")
+            is_place = above == "" or above.startswith(ASIDE)  # else, of a run whose URL is below this one
+            if last == MANIFEST and is_place and step_of(inner) is not None:
                 self._manifests[folder] = found
-            above, _, token = folder.rpartition("/")
             step = step_of(above)
-            if step is not None:
-                self._steps.setdefault(step, {}).setdefault(token, []).append(found)
+            if step is not None and _TOKEN.fullmatch(inner):  # the user's folders are left alone
+                self._steps.setdefault(step, {}).setdefault(inner, []).append(found)
         current = {(found.name, json.dumps(found.version)) for found in self._manifests.values()}
         store.manifests = {key: known for key, known in store.manifests.items() if key in current}
 
