@@ -1,0 +1,400 @@
+"""Training with checkpoints in object storage: the real command, a local server, and a proxy that makes faults.
+
+Nothing complete is lost, whatever is killed or fails.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ddp_kit.checkpoint.format import MANIFEST, Hasher, manifest_in, step_of
+from ddp_kit.storage.listing import object_name
+from tests.support.job_processes import JobProcesses
+from tests.support.launching import DDPKIT, PROGRAMS, launch, seconds, started, wait_until
+from tests.support.object_store import (
+    SECRET,
+    ObjectStore,
+    Proxy,
+    Request,
+    after,
+    answer,
+    before,
+    cut_answer,
+    cut_request,
+    instead,
+    lose_answer,
+    stall,
+)
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = PROGRAMS / "stored.py"
+FILE = r"/step-(\d{8})/([0-9a-f]+)/[\w-]+\.(safetensors|json)"
+"""The path of an object with a file of a checkpoint."""
+
+
+class Placement(NamedTuple):
+    ranks: int
+    parallel: dict[str, Any] = {}
+
+
+PLACEMENTS = {
+    "one rank": Placement(1),
+    "ddp": Placement(2),
+    "ddp at 4 ranks": Placement(4),
+    "zero1": Placement(2, {"strategy": "zero1"}),
+    "fsdp": Placement(2, {"strategy": "fsdp"}),
+    "fsdp at 4 ranks": Placement(4, {"strategy": "fsdp"}),
+    "pipeline": Placement(2, {"pipeline": 2, "pipeline_stages": ["3"]}),
+}
+
+
+class Run:
+    """Runs of the training program that save under one URL, through a proxy."""
+
+    def __init__(self, proxy: Proxy, folder: Path, prefix: str) -> None:
+        self.proxy = proxy
+        self.store = proxy.store
+        self.folder = folder
+        self.prefix = prefix
+        self.url = f"s3://{self.store.bucket}/{prefix}"
+        self.job = JobProcesses()
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+
+    def train(
+        self,
+        placement: str = "one rank",
+        *flags: object,
+        url: str = "",
+        env: dict[str, str | None] | None = None,
+        checkpoint: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Train to the end. Returns the finished process, with its output."""
+        words = self.words(placement, *flags, url=url, checkpoint=checkpoint, **settings)
+        return launch(*words, env={**self.environment, **(env or {})}, cwd=self.folder)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        others = {"TMPDIR": str(self.temporary), "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "compiled")}
+        return {**self.proxy.environment, **self.job.env, **others}
+
+    def words(
+        self,
+        placement: str,
+        *flags: object,
+        url: str = "",
+        checkpoint: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> list[object]:
+        """The words of the command after `ddpkit launch`."""
+        ranks, parallel = PLACEMENTS[placement]
+        if checkpoint:
+            settings["checkpoint"] = checkpoint
+        flags = ("--nproc-per-node", ranks, *flags)
+        return [*flags, SCRIPT, url or self.url, json.dumps(parallel), json.dumps(settings)]
+
+    def pid_of(self, rank: int) -> int:
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def saved_steps(self) -> list[int]:
+        """The steps that have a manifest, newest first."""
+        names = [name.removeprefix(f"{self.prefix}/").split("/") for name in self.store.keys(f"{self.prefix}/step-")]
+        steps = [step_of(name[0]) for name in names if name[1:] == [MANIFEST]]
+        return sorted((step for step in steps if step is not None), reverse=True)
+
+    def check_manifests(self) -> None:
+        """All manifests name objects that exist, with the right hashes."""
+        objects = self.store.keys(f"{self.prefix}/")
+        for name in objects:
+            place, _, last = name.removeprefix(f"{self.prefix}/").rpartition("/")
+            if last != MANIFEST:
+                continue
+            manifest, problem = manifest_in(self.store.read(name), step_of(place.rpartition("/")[2]))
+            assert manifest is not None, f"{name}: {problem}"
+            for file in manifest.files:
+                found = f"{self.prefix}/{object_name(place, manifest, file.name)}"
+                assert found in objects, f"{name} names {found}"
+                assert str(Hasher(self.store.read(found))) == file.hash, f"{found} has another hash than in {name}"
+
+    def check_nothing_left(self) -> None:
+        """No process, temporary file or shared memory of this job is left."""
+        wait_until(lambda: not self.job.alive(), lambda: f"left {self.job.alive()}")
+        assert not [*self.temporary.rglob("*")]
+        for note in self.folder.glob("memory-*"):
+            assert not Path(note.read_text()).exists()
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """Of the objects of a test; no other test has it."""
+    return f"{tmp_path.parent.name}-{tmp_path.name}"
+
+
+@pytest.fixture
+def run(object_store: ObjectStore, prefix: str, tmp_path: Path) -> Iterator[Run]:
+    with Proxy(object_store) as proxy:
+        yield Run(proxy, tmp_path / "run", prefix)
+
+
+def ended_with(done: Any) -> list[str]:
+    """The last words of all ranks, of a run that has ended well."""
+    assert done.returncode == 0, done.stderr
+    return sorted(re.findall(r"ended \d .*", done.stdout))
+
+
+def resumed_steps(done: Any) -> list[int]:
+    """The steps after which a run has resumed."""
+    return [int(step) for step in re.findall(r"resumed from .* after step (\d+)", done.stderr)]
+
+
+# A kill between any two requests --------------------------------------------------------------------------------------
+
+
+FEW_STEPS = {"max_steps": 6, "checkpoint": {"keep_last": 1}}
+"""Three saves, of which the second and the third delete an older checkpoint."""
+
+
+class Kill:
+    """SIGKILL for a process of a run at one of its requests. `number`: of the request. `kind`: 0 to 3.
+
+    0, 2: the process that has sent the request is killed, before and after it is done; 1, 3: rank 0.
+    """
+
+    def __init__(self, run: Run, number: int, kind: int) -> None:
+        self.run = run
+        self.done: Request | None = None
+        self.saved: list[int] = []
+        self.before = kind in (0, 3)
+        self.sender = kind in (0, 2)
+        moment = instead if self.before else after
+        run.proxy.add(moment(self.strike), lambda request: request.number == number, times=1)
+        run.proxy.add(before(self.check_read), f"GET .*{FILE}")
+
+    def strike(self, request: Request) -> None:
+        self.done = request
+        pid = request.pid if self.sender else self.run.pid_of(0)
+        assert pid
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self.saved = self.run.saved_steps()
+
+    def check_read(self, request: Request) -> None:
+        """A file is read only if a manifest names it."""
+        found = re.search(FILE, request.path)
+        assert found
+        content = self.run.store.read(f"{self.run.prefix}/step-{found[1]}/{MANIFEST}")
+        manifest, problem = manifest_in(content, int(found[1]))
+        assert manifest is not None, problem
+        assert manifest.folder == found[2]
+
+    def __str__(self) -> str:
+        who = "its sender" if self.sender else "rank 0"
+        return f"{who} was killed {'before' if self.before else 'after'} {self.done}"
+
+
+def train_with_kill(store: ObjectStore, folder: Path, prefix: str, placement: str, number: int, kind: int) -> list[str]:
+    """What a run ends with that resumes after a kill. Nothing complete is lost, and nothing is left."""
+    with Proxy(store, finds_clients=True) as proxy:
+        run = Run(proxy, folder, prefix)
+        kill = Kill(run, number, kind)
+        try:
+            done = run.train(placement, "--max-restarts", 1, **FEW_STEPS)
+            ended = ended_with(done)
+            assert all(step >= max(kill.saved, default=0) for step in resumed_steps(done)), "a step was lost"
+            assert run.saved_steps()[0] == 6  # older ones may be left if the process that deletes them was killed
+            run.check_manifests()
+            run.check_nothing_left()
+        except AssertionError as error:
+            error.add_note(f"request {number}, kind {kind}: {kill}")
+            raise
+        return ended
+
+
+KILLED = ("ddp", "zero1", "fsdp", "pipeline")
+
+
+@pytest.mark.timeout(seconds(900))
+@pytest.mark.parametrize("kinds", [0, 1])
+@pytest.mark.parametrize("placement", KILLED)
+def test_run_that_is_killed_between_any_two_requests_loses_nothing(
+    placement: str, kinds: int, object_store: ObjectStore, prefix: str, tmp_path: Path
+) -> None:
+    with Proxy(object_store) as proxy:
+        undisturbed = Run(proxy, tmp_path / "undisturbed", f"{prefix}/undisturbed")
+        expected = ended_with(undisturbed.train(placement, **FEW_STEPS))
+        undisturbed.check_nothing_left()
+    requests = len(proxy.requests)
+    assert requests > 40
+    for number in range(requests):
+        ended = train_with_kill(
+            object_store, tmp_path / f"{number}", f"{prefix}/{number}", placement, number, (number + kinds) % 4
+        )
+        assert ended == expected
+
+
+# Two runs -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def training(run: Run, *flags: object, **settings: Any) -> Iterator["subprocess.Popen[str]"]:
+    """A run with one rank that has saved its first checkpoint and waits in each step; all of it ends with the block."""
+    words = run.words("one rank", *flags, **settings)
+    with started(DDPKIT, "launch", *words, env=run.environment, cwd=run.folder) as launcher:
+        try:
+            wait_until(run.saved_steps, "a checkpoint")
+            yield launcher
+        finally:
+            for pid in (launcher.pid, *run.job.alive()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_second_run_with_the_same_url_is_refused_in_words(run: Run, tmp_path: Path) -> None:
+    with training(run, seconds=0.5, max_steps=1000) as launcher:
+        second = Run(run.proxy, tmp_path / "second", run.prefix)
+        refused = second.train()
+        assert refused.returncode == 1
+        holder = f"process {run.pid_of(0)} on {socket.gethostname()!r}"
+        assert f"another run is writing checkpoints to {run.url}: " in refused.stderr
+        assert holder in refused.stderr
+        assert "use a separate checkpoint.dir for each run" in refused.stderr
+        assert "Traceback" not in refused.stderr
+        saved = run.saved_steps()[0]
+        wait_until(lambda: run.saved_steps()[0] > saved, "another checkpoint of the first run")
+        assert launcher.poll() is None
+    run.check_manifests()
+
+
+def test_run_takes_over_at_once_from_one_that_was_killed_with_all_its_processes(run: Run) -> None:
+    expected = ended_with(Run(run.proxy, run.folder / "undisturbed", f"{run.prefix}-undisturbed").train())
+    with training(run, seconds=0.5):
+        pass
+    wait_until(lambda: not run.job.alive(), "the end")
+    saved = run.saved_steps()[0]
+    assert json.loads(run.store.read(f"{run.prefix}/.lock"))["held"]
+    done = run.train()
+    assert ended_with(done) == expected
+    assert resumed_steps(done) == [saved]
+    assert "waiting for the lock" not in done.stderr
+    run.check_manifests()
+
+
+def test_run_whose_lock_was_taken_stops_at_its_next_save(run: Run) -> None:
+    with training(run, seconds=0.5, max_steps=1000) as launcher:
+        lock = json.loads(run.store.read(f"{run.prefix}/.lock"))
+        other = {**lock, "run": "another", "job": "42", "host": "elsewhere", "pid": 7}
+        run.store.write(f"{run.prefix}/.lock", json.dumps(other).encode())
+        taken = len(run.proxy.requests)
+        _, err = launcher.communicate(timeout=seconds(60))
+    assert launcher.returncode == 1
+    assert f"another run has taken over {run.url}" in err
+    assert "job '42', process 7 on 'elsewhere'" in err
+    assert "Traceback" not in err
+    late = [request for request in run.proxy.requests[taken:] if request.method == "PUT" and MANIFEST in request.path]
+    assert len(late) <= 1, "at most the manifest that was about to be put"
+    assert json.loads(run.store.read(f"{run.prefix}/.lock"))["run"] == "another", "the other run keeps the lock"
+    run.check_manifests()
+
+
+# Faults while a run trains and saves ----------------------------------------------------------------------------------
+
+
+UNDISTURBED: dict[str, list[str]] = {}
+"""What a run without faults ends with, by its settings."""
+
+
+def undisturbed(run: Run, placement: str = "one rank", **settings: Any) -> list[str]:
+    key = f"{placement} {settings}"
+    if key not in UNDISTURBED:
+        other = Run(run.proxy, run.folder / "undisturbed", f"{run.prefix}-undisturbed")
+        UNDISTURBED[key] = ended_with(other.train(placement, **settings))
+        run.proxy.requests.clear()
+    return UNDISTURBED[key]
+
+
+FILES, MANIFESTS, LOCKS = f"PUT .*{FILE}", f"PUT .*{MANIFEST}", r"PUT .*/\.lock"
+LARGE = {"hidden": 300_000, "max_steps": 4}
+RETRIED: dict[str, tuple[Any, str, int, int, dict[str, Any]]] = {
+    "503 for a file": (answer(503), FILES, 3, 0, {}),
+    "503 for a manifest": (answer(503), MANIFESTS, 3, 1, {}),
+    "503 for the lock": (answer(503), LOCKS, 3, 0, {}),
+    "503 for the lock at a save": (answer(503), LOCKS, 3, 4, {}),
+    "503 for a list": (answer(503), "GET .*list-type", 3, 1, {}),
+    "503 for everything": (answer(503), "", 5, 20, {}),
+    "500 for a deletion": (answer(500), "POST .*delete", 2, 2, {}),
+    "500 for a manifest": (answer(500), MANIFESTS, 2, 1, {}),
+    "file cut": (cut_request, FILES, 2, 4, {}),
+    "manifest cut": (cut_request, MANIFESTS, 2, 0, {}),
+    "answers of a list cut": (cut_answer, "GET .*list-type", 2, 1, {}),
+    "answer for the first manifest lost": (lose_answer, MANIFESTS, 1, 0, {}),
+    "answers for a manifest lost": (lose_answer, MANIFESTS, 3, 2, {}),
+    "answer for the first lock lost": (lose_answer, LOCKS, 1, 0, {}),
+    "answers for locks lost": (lose_answer, LOCKS, 99, 0, {}),
+    "answer for a deletion lost": (lose_answer, "POST .*delete", 2, 1, {}),
+    "stall of a file": (stall(5), FILES, 2, 3, {}),
+    "stall of a manifest": (stall(5), MANIFESTS, 1, 1, {}),
+    "stall of the lock": (stall(5), LOCKS, 1, 0, {}),
+    "stall of a list": (stall(5), "GET .*list-type", 1, 1, {}),
+    "part cut": (cut_request, "PUT .*partNumber=2", 2, 0, LARGE),
+    "503 for a part": (answer(503), "PUT .*partNumber=", 3, 2, LARGE),
+    "500 for the end of an upload": (answer(500), "POST .*uploadId", 2, 0, LARGE),
+    "answer for a part lost": (lose_answer, "PUT .*partNumber=", 2, 0, LARGE),
+    "stall of a part": (stall(5), "PUT .*partNumber=", 1, 0, LARGE),
+}
+
+
+@pytest.mark.parametrize("name", RETRIED)
+def test_fault_that_passes_is_not_noticed(name: str, run: Run) -> None:
+    fault, where, times, skip, settings = RETRIED[name]
+    expected = undisturbed(run, **settings)
+    rule = run.proxy.add(fault, where, times=times, skip=skip)
+    done = run.train(**settings)
+    assert rule.met
+    assert ended_with(done) == expected
+    assert "WARNING" not in done.stderr
+    steps = settings.get("max_steps", 12)
+    assert run.saved_steps() == [steps, steps - 2]
+    run.check_manifests()
+    run.check_nothing_left()
+    run.proxy.clear()
+    assert resumed_steps(run.train(**settings)) == [steps]
+
+
+WARNED: dict[str, tuple[Any, str, int, int, dict[str, Any]]] = {
+    "403 for a file": (answer(403), FILES, 1, 4, {}),
+    "403 for files": (answer(403), FILES, 4, 0, {}),
+    "403 for the first manifest": (answer(403), MANIFESTS, 1, 0, {}),
+    "403 for manifests": (answer(403), MANIFESTS, 2, 1, {}),
+    "403 for reading the lock": (answer(403), r"GET .*/\.lock", 2, 3, {}),
+    "403 for a part": (answer(403), "PUT .*partNumber=2", 1, 0, LARGE),
+    "answer for the end of an upload lost": (lose_answer, "POST .*uploadId", 1, 0, LARGE),
+    "403 for the lock at the first save": (answer(403), LOCKS, 1, 5, {}),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_save_that_fails_is_a_warning_and_the_next_one_succeeds(name: str, run: Run) -> None:
+    fault, where, times, skip, settings = WARNED[name]
+    expected = undisturbed(run, **settings)
+    rule = run.proxy.add(fault, where, times=times, skip=skip)
+    done = run.train(**settings)
+    assert len(rule.met) == times
+    assert ended_with(done) == expected
+    warnings = re.findall(r"WARNING (.*)", done.stderr)
+    assert len(warnings) == times, warnings
+    assert all("; training continues, and the next save tries again" in warning for warning in warnings)
+    assert all(run.url in warning or "checkpoint of step" in warning for warning in warnings)
+    assert run.saved_steps()[0] == settings.get("max_steps", 12)
+    run.check_manifests()
+    run.check_nothing_left()
