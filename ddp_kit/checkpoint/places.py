@@ -141,10 +141,16 @@ class BucketLock:
         return bool(self._job) and str(self._seen).startswith(f"{self._job}/")
 
     def note_save(self) -> None:
-        if not self._service.started:
-            self._take()
-        self._service.call("note_wrote", run=self._run)
-        self._seen = self._run
+        try:
+            if not self._service.started:
+                self.acquire(resuming=False)
+            self._service.call("note_wrote", run=self._run)
+            self._seen = self._run
+        except CheckpointError as error:
+            if not error.transient:
+                raise
+            # The writer still refuses to complete the checkpoint if another run has the lock.
+            logger.warning("{}; training continues, and the next save tries again", error.message)
 
     def _take(self) -> dict[str, Any]:
         """Take the lock, and return its content before. Raises `CheckpointError` if another run holds it."""
