@@ -13,7 +13,7 @@ from ddp_kit.storage.store import MissingError, Store, Stored
 
 _LONG_AGO = timedelta(hours=1)  # a save that has put no object for this long has ended
 _READERS = 16
-_TOKEN = re.compile("[0-9a-f]{8,}")
+_TOKEN = re.compile("[0-9a-f]+")
 
 
 class Listing:

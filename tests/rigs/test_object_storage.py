@@ -9,7 +9,7 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from ddp_kit.storage.listing import object_name
 from tests.support.job_processes import JobProcesses
 from tests.support.launching import DDPKIT, PROGRAMS, launch, seconds, started, wait_until
 from tests.support.object_store import (
-    SECRET,
     ObjectStore,
     Proxy,
     Request,
@@ -340,7 +339,8 @@ RETRIED: dict[str, tuple[Any, str, int, int, dict[str, Any]]] = {
     "answer for the first manifest lost": (lose_answer, MANIFESTS, 1, 0, {}),
     "answers for a manifest lost": (lose_answer, MANIFESTS, 3, 2, {}),
     "answer for the first lock lost": (lose_answer, LOCKS, 1, 0, {}),
-    "answers for locks lost": (lose_answer, LOCKS, 99, 0, {}),
+    "answers for locks lost": (lose_answer, LOCKS, 3, 0, {}),
+    "answers for locks lost at a save": (lose_answer, LOCKS, 3, 4, {}),
     "answer for a deletion lost": (lose_answer, "POST .*delete", 2, 1, {}),
     "stall of a file": (stall(5), FILES, 2, 3, {}),
     "stall of a manifest": (stall(5), MANIFESTS, 1, 1, {}),
@@ -350,6 +350,7 @@ RETRIED: dict[str, tuple[Any, str, int, int, dict[str, Any]]] = {
     "503 for a part": (answer(503), "PUT .*partNumber=", 3, 2, LARGE),
     "500 for the end of an upload": (answer(500), "POST .*uploadId", 2, 0, LARGE),
     "answer for a part lost": (lose_answer, "PUT .*partNumber=", 2, 0, LARGE),
+    "answer for the end of an upload lost": (lose_answer, "POST .*uploadId", 1, 0, LARGE),
     "stall of a part": (stall(5), "PUT .*partNumber=", 1, 0, LARGE),
 }
 
@@ -378,7 +379,6 @@ WARNED: dict[str, tuple[Any, str, int, int, dict[str, Any]]] = {
     "403 for manifests": (answer(403), MANIFESTS, 2, 1, {}),
     "403 for reading the lock": (answer(403), r"GET .*/\.lock", 2, 3, {}),
     "403 for a part": (answer(403), "PUT .*partNumber=2", 1, 0, LARGE),
-    "answer for the end of an upload lost": (lose_answer, "POST .*uploadId", 1, 0, LARGE),
     "403 for the lock at the first save": (answer(403), LOCKS, 1, 5, {}),
 }
 
