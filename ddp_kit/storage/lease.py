@@ -21,6 +21,7 @@ from ddp_kit.storage.remote import in_words
 from ddp_kit.storage.store import ConflictError, MissingError, NoPermissionError, Store, UnsupportedError, Version
 
 LOCK = ".lock"
+_MARK = ".mark"  # put and deleted, to find out whether this is permitted
 RENEWAL_SECONDS = 15.0
 STALE_SECONDS = 120.0
 
@@ -173,10 +174,9 @@ class Lease:
                 f"{self._store.url} is in a store without conditional requests, so nothing prevents two runs from "
                 "writing there at the same time"
             )
-        mark = f".mark-{self._own['run'][-8:]}"
-        self._store.put(mark, b"")
+        self._store.put(_MARK, b"")
         try:
-            self._store.delete([mark])
+            self._store.delete([_MARK])
         except NoPermissionError as error:
             self.warnings.append(
                 f"old checkpoints in {self._store.url} will not be deleted, whatever keep_last says: {error.message}"

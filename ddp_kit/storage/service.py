@@ -5,15 +5,17 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ddp_kit.checkpoint.format import MANIFEST, StoredCheckpoint, manifest_in
 from ddp_kit.child_program import serve
 from ddp_kit.storage.fetching import fetch_file, fetch_manifest
 from ddp_kit.storage.lease import Lease
 from ddp_kit.storage.listing import Listing, best
 from ddp_kit.storage.saving import set_aside
-from ddp_kit.storage.store import Store
+from ddp_kit.storage.store import MissingError, Store
 
 _MOST_LISTED = 32  # complete checkpoints
 
@@ -23,12 +25,8 @@ class _Requests:
 
     def __init__(self, url: str) -> None:
         self._store = Store(url)
-        self.lease = Lease(self._store)
+        self.lease = Lease(Store(url, patient=False))
         self.folders: list[Path] = []
-
-    def check(self) -> None:
-        """Raise `CheckpointError` if the URL cannot be listed."""
-        self._store.listed(".")
 
     def take(self, own: dict[str, Any]) -> Any:
         """Try to take the lock; see `Lease.take`."""
@@ -39,25 +37,18 @@ class _Requests:
         """See `Lease.note_wrote`."""
         self.lease.note_wrote(run)
 
-    def give_back(self) -> None:
-        """Give the lock back."""
-        self.lease.release()
-
     def newest(self, branch: str = "") -> Any:
         """The step and the problem of each checkpoint, newest first, until enough are complete.
 
         `branch`: the folder of an abandoned branch, whose checkpoints are meant.
         """
         listing = Listing(self._store)
-        found = []
-        whole = 0
-        for step in listing.steps_of(branch):
-            for checkpoint in listing.each([step], folder=branch):
-                found.append([checkpoint.step, checkpoint.problem])
-                whole += checkpoint.whole
-            if whole == _MOST_LISTED:
-                break
-        return found
+        steps = listing.steps_of(branch)
+        found: list[StoredCheckpoint] = []
+        while steps and sum(checkpoint.whole for checkpoint in found) < _MOST_LISTED:
+            found += listing.each(steps[:_MOST_LISTED], folder=branch)
+            steps = steps[_MOST_LISTED:]
+        return [(checkpoint.step, checkpoint.problem) for checkpoint in found]
 
     def best(self, branch: str) -> Any:
         """The step of the best checkpoint; None if there is none. `branch`: as for `newest`."""
@@ -73,8 +64,11 @@ class _Requests:
 
     def size(self, place: str) -> int:
         """The size of all files of a checkpoint in bytes; 0 if it has no manifest."""
-        checkpoint = Listing(self._store).checkpoint(place)
-        return checkpoint.manifest.bytes if checkpoint and checkpoint.manifest else 0
+        with suppress(MissingError):
+            content, _ = self._store.get(f"{place}/{MANIFEST}")
+            manifest, _ = manifest_in(content, None)
+            return manifest.bytes if manifest else 0
+        return 0
 
     def fetch(self, place: str, name: str, folder: str, owned: bool) -> None:
         """Fetch a file of a checkpoint; "": its manifest. `owned`: whether to remove the folder when this ends."""

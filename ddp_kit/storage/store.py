@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -28,17 +28,16 @@ from ddp_kit.masking import masked
 Version = Mapping[str, Any]
 """What identifies the content of an object: `e_tag` and `version`, of which a store may have only one."""
 
-_RETRIED: Any = {
-    "max_retries": 8,
-    "retry_timeout": timedelta(seconds=60),
-    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
-}
+_RETRIES = 8
+_FEW_RETRIES = 3
+_RETRY_SECONDS = 60.0
+_BACKOFF: Any = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2}
 _CLIENT: Any = {"timeout": "120s", "connect_timeout": "10s"}
 _PART = 8 << 20
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _IN_FLIGHT = 32 << 20  # bytes of parts that are sent at the same time, which are copied from the buffer
 _LONGEST_TEXT = 300
-_LISTINGS = 3  # the client does not repeat a request whose answer was cut
+_LISTINGS = 3  # the client does not repeat a listing whose answer was cut
 _NOT_FOUND = (NotFoundError, FileNotFoundError)  # the client raises the second, too
 
 
@@ -52,6 +51,10 @@ class ConflictError(Exception):
 
 class MissingError(CheckpointError):
     """There is no such object."""
+
+
+class CutError(CheckpointError):
+    """The answer of the store was cut."""
 
 
 class NoPermissionError(CheckpointError):
@@ -74,7 +77,8 @@ class Store:
     Requests that fail because of the network or the store (5xx) are repeated for a minute.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, patient: bool = True) -> None:
+        """`patient`: False: requests are repeated for a few seconds only, because somebody waits or others will do."""
         self.url = url
         self.manifests: dict[tuple[str, str], tuple[Manifest | None, str | None]] = {}
         """The manifests that were read, and what is wrong with them, by the name and version of the object."""
@@ -83,8 +87,13 @@ class Store:
         if url.startswith("s3://") and endpoint:
             config = {"endpoint": endpoint}
         client: Any = {**_CLIENT, "allow_http": endpoint.startswith("http://")}
+        retries: Any = {
+            "max_retries": _RETRIES if patient else _FEW_RETRIES,
+            "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+            "backoff": _BACKOFF,
+        }
         with self._explained("open"):
-            self._store = from_url(quote(url, safe=":/"), config=config, retry_config=_RETRIED, client_options=client)
+            self._store = from_url(quote(url, safe=":/"), config=config, retry_config=retries, client_options=client)
 
     def put(self, name: str, content: bytes, *, expected: Version | None = None, new: bool = False) -> Version:
         """Write a small object. Returns its version.
@@ -119,21 +128,10 @@ class Store:
 
     def listed(self, folder: str = "") -> list[Stored]:
         """All objects in a folder and the folders in it."""
-        for left in reversed(range(_LISTINGS)):
-            try:
-                with self._explained("list", folder):
-                    pages = obstore.list(self._store, folder or None)
-                    return [
-                        Stored(found["path"], found["size"], found["last_modified"], _version(found))
-                        for page in pages
-                        for found in page
-                    ]
-            except NoPermissionError:
-                raise
-            except CheckpointError as error:
-                if not error.transient or not left:
-                    raise
-        raise AssertionError("unreachable")
+        for _ in range(_LISTINGS - 1):
+            with suppress(CutError):
+                return self._listed(folder)
+        return self._listed(folder)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that do not exist are ignored."""
@@ -144,6 +142,15 @@ class Store:
                 except _NOT_FOUND:  # Google and Azure report it
                     for name in names:
                         self._delete_one(name)
+
+    def _listed(self, folder: str) -> list[Stored]:
+        with self._explained("list", folder):
+            pages = obstore.list(self._store, folder or None)
+            return [
+                Stored(found["path"], found["size"], found["last_modified"], _version(found))
+                for page in pages
+                for found in page
+            ]
 
     def _delete_one(self, name: str) -> None:
         try:
@@ -173,8 +180,14 @@ def _version(found: Any) -> Version:
 _CODE = re.compile(r"<Code>(.*?)</Code>", re.DOTALL)
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _NOT_IMPLEMENTED = re.compile("501 Not Implemented|NotImplemented")
+_NO_CREDENTIALS = re.compile("169[.]254[.]|/latest/api/token|metadata|Account must be|Missing SecretAccessKey")
 _STATUS = re.compile(r"status code: (\d{3} [\w ]+)")
-_CREDENTIALS = "set the credentials in the environment of the job (see docs/checkpoints.md, In object storage)"
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role; for a profile of the AWS CLI: "
+    '`eval "$(aws configure export-credentials --format env)"`',
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file with a key, or give this machine a service account",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or give this machine a managed identity",
+}
 _ACTIONS = {"write": "put", "read": "get", "list": "list", "delete": "delete", "open": "use"}
 
 
@@ -191,12 +204,13 @@ def _explained_error(error: Exception, verb: str, place: str) -> CheckpointError
         return CheckpointError(f"{problem}: there is no {bucket}", "create the bucket, or correct its name")
     if isinstance(error, _NOT_FOUND):
         return MissingError(problem, "check the URL with `ddpkit checkpoints`")
-    if "169.254." in text or "metadata" in text or "MissingAccount" in str(error) or "Account must be" in text:
-        return NoPermissionError(f"cannot {verb} {place}: there are no credentials", _CREDENTIALS, transient=True)
+    if _NO_CREDENTIALS.search(text):
+        hint = _CREDENTIALS[place.partition(":")[0]]
+        return NoPermissionError(f"cannot {verb} {place}: there are no credentials", hint, transient=True)
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status[:3] in ("401", "403"):
         hint = f"permit the identity of this job to {_ACTIONS[verb]} objects in {bucket}, or use other credentials"
         return NoPermissionError(problem, hint, transient=True)
     if "bare redirect" in text.lower() or status[:3] == "301":
         return CheckpointError(f"{problem}: the bucket is in another region", "set AWS_REGION to the bucket's region")
-    hint = "check the network, and the endpoint and region in the environment"
-    return CheckpointError(problem, hint, transient=True)
+    kind = CutError if "response body" in text else CheckpointError
+    return kind(problem, "check the network, and the endpoint and region in the environment", transient=True)
