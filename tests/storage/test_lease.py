@@ -125,7 +125,7 @@ def test_lost_answers_to_conditional_requests_are_no_conflict(
 ) -> None:
     with Proxy(object_store) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        lease = Lease(Store(store.url))
+        lease = Lease(Store(store.url, patient=False))
         with proxy.add(lose_answer, r"PUT .*\.lock", times=1):
             assert lease.take(holder())[0] is Answer.TAKEN
         with proxy.add(lose_answer, r"PUT .*\.lock", times=1):
@@ -140,7 +140,7 @@ def test_store_without_conditional_requests_is_said_once(
 ) -> None:
     with Proxy(object_store) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        lease = Lease(Store(store.url))
+        lease = Lease(Store(store.url, patient=False))
         with proxy.add(fault, lambda request: "if-none-match" in request.headers or "if-match" in request.headers):
             assert lease.take(holder())[0] is Answer.TAKEN
             lease.note_wrote("job/1")
@@ -157,7 +157,7 @@ def test_forbidden_deletes_are_said_once(
 ) -> None:
     with Proxy(object_store) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        lease = Lease(Store(store.url))
+        lease = Lease(Store(store.url, patient=False))
         with proxy.add(answer(403), lambda request: "delete" in request.path or request.method == "DELETE"):
             assert lease.take(holder())[0] is Answer.TAKEN
             lease.release()
