@@ -8,8 +8,10 @@
     verifying.py  compares the hashes of files, for `ddpkit checkpoints --verify`
     interrupts.py lets Ctrl-C end a command that waits for a store
     lease.py      the lock of a run: an object that its holder renews
-    choosing.py   the checkpoints that a URL may mean, for `ddpkit export` and `load_model`
     service.py    the program that locks, lists and fetches for a rank, which does not import obstore
+    client.py     Service: a rank's handle on that program
+    choosing.py   the checkpoints that a URL may mean, for `ddpkit export` and `load_model`
+    remote.py     a checkpoint in object storage as a reader sees it
 
 Objects have the names that a folder of checkpoints has, so a copy of all objects in a folder can be read as one:
 

@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
 from ddp_kit.checkpoint.format import MANIFEST, FileRecord, Hasher, StoredCheckpoint, manifest_in, step_of, wrong_hash
 from ddp_kit.errors import CheckpointError, advice_for
-from ddp_kit.storage.listing import Listing, object_name
+from ddp_kit.storage.listing import object_name
 from ddp_kit.storage.remote import RemoteCheckpoint
-from ddp_kit.storage.store import MissingError, Store
+from ddp_kit.storage.store import Store
 
 _PART = 8 << 20
 _PARTS_AT_ONCE = 8
@@ -69,16 +68,6 @@ def opened(store: Store, place: str, folder: Path) -> StoredCheckpoint:
         f"{store.url}/{place}",
         lambda name: fetch_file(store, place, name, folder),
     )
-
-
-def fetching(listing: Listing, checkpoint: StoredCheckpoint, folder: Path) -> StoredCheckpoint:
-    """A checkpoint from a listing, with the same problem, whose files are copied to `folder` when they are read."""
-    place = str(checkpoint.path)
-    try:
-        found = opened(listing.store, place, folder)
-    except MissingError:
-        return checkpoint
-    return replace(found, problem=checkpoint.problem)
 
 
 def _download(store: Store, source: str, record: FileRecord, path: Path) -> None:

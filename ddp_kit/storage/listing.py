@@ -48,11 +48,6 @@ class Listing:
         """The names of the folders with checkpoints of abandoned branches."""
         return sorted({folder.split("/")[0] for folder in self._manifests if folder.startswith(ASIDE)})
 
-    @property
-    def others(self) -> list[str]:
-        """Names of objects that are no part of a checkpoint."""
-        return [name for name in self._objects if not name.startswith((ASIDE, "step-", "."))]
-
     def each(self, steps: Sequence[int], *, folder: str = "") -> Iterator[StoredCheckpoint]:
         """Yield the checkpoints of these steps. `folder`: that of an abandoned branch."""
         places = [f"{folder}/{name_of(step)}".strip("/") for step in steps]
