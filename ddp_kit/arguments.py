@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -83,10 +84,10 @@ def size(text: str) -> int:
     return total
 
 
-def place(text: str) -> Location:
-    """A path, or a URL in object storage."""
+def place(text: str, checked: Callable[[str], Location] = checked_location) -> Location:
+    """A path, or a URL in object storage. `checked`: raises `ConfigError` if it cannot be used."""
     try:
-        return checked_location(text)
+        return checked(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{error.message}: {error.hint}") from None
 

@@ -246,9 +246,11 @@ def ports(_machine: Machine, wanted: Sequence[int] = _TORCH_PORTS) -> CheckResul
     return ok(f"ports {' and '.join(map(str, wanted))} are free")
 
 
-def checkpoints(machine: Machine) -> CheckResult:
+def checkpoints(machine: Machine) -> CheckResult | None:
     """Check whether the checkpoint folder is writable and has enough free space."""
     folder = machine.checkpoints
+    if folder is None:
+        return None
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))

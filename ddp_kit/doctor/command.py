@@ -4,6 +4,7 @@ Each check is a function that takes a `Machine` and returns a `CheckResult`.
 
     machine.py     the data that the checks use: the state of the driver, and the results of probe processes
     checks.py      the checks, and their results
+    object_store.py    the checks of `--dir URL`
 
 This process never imports torch, so that the checks also run if torch is broken.
 """
@@ -15,16 +16,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from ddp_kit.arguments import Parser, place
 from ddp_kit.doctor import checks
 from ddp_kit.doctor.checks import CheckResult, Status, fail, warn
 from ddp_kit.doctor.machine import Machine, detect, started
+from ddp_kit.doctor.object_store import check_store
 from ddp_kit.env import NO_COLOR
 from ddp_kit.errors import printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.masking import masked
+from ddp_kit.storage.urls import Location, location
 from ddp_kit.terminal import Terminal
 from ddp_kit.texts import plural
 
@@ -77,7 +82,10 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument(
-        "--dir", type=place, default=Path(), help="the checkpoint folder, or its URL (default: the current folder)"
+        "--dir",
+        type=partial(place, checked=location),
+        default=Path(),
+        help="the checkpoint folder, or its URL in object storage (default: the current folder)",
     )
     flags.add_argument("--json", action="store_true", help="print the results as one JSON document")
     return flags
@@ -88,7 +96,7 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     args = parser().parse_args(argv)
     colour = not terminal.env.get(NO_COLOR) and sys.stdout is not None and sys.stdout.isatty()
     results = {}
-    for name, result in run_checks(terminal.env, args.dir.absolute()):
+    for name, result in run_checks(terminal.env, args.dir):
         results[name] = result
         if not args.json:
             status = f"{result.status:<4}"
@@ -109,8 +117,9 @@ def run(argv: Sequence[str], terminal: Terminal) -> int:
     return ExitCode.OK
 
 
-def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[tuple[str, CheckResult]]:
+def run_checks(env: Mapping[str, str], checkpoints: Location) -> Iterator[tuple[str, CheckResult]]:
     """Run all checks, and yield each result with the name of its check as soon as it is known."""
+    folder = checkpoints.absolute() if isinstance(checkpoints, Path) else None
     nvidia = detect()
     try:
         tempfile.TemporaryFile().close()
@@ -118,8 +127,11 @@ def run_checks(env: Mapping[str, str], checkpoints: Path) -> Iterator[tuple[str,
         yield "temporary files", fail(f"cannot create a temporary file: {error}", "export TMPDIR=FOLDER")
         return
     with started(env, socket.gethostname(), nvidia.visible(env)) as running:
-        machine = Machine.current(env, checkpoints, nvidia, running)
-        for name, result in check_all(machine):  # error messages of torch may contain secrets
+        machine = Machine.current(env, folder, nvidia, running)
+        results = check_all(machine)
+        if isinstance(checkpoints, str):
+            results = chain(results, check_store(checkpoints))
+        for name, result in results:  # error messages of torch may contain secrets
             yield name, replace(result, found=masked(result.found, env), fix=masked(result.fix, env))
 
 

@@ -254,8 +254,8 @@ class Machine:
     """Everything that the checks know about a machine, which may be a fake one in tests."""
 
     env: Mapping[str, str]
-    checkpoints: Path
-    """The folder for checkpoints."""
+    checkpoints: Path | None
+    """The folder for checkpoints; None: they are in object storage."""
     driver: Driver
     probes: Probes
     host: str
@@ -277,7 +277,7 @@ class Machine:
     """The folder that contains `proc`, `sys` and `dev`."""
 
     @staticmethod
-    def current(env: Mapping[str, str], checkpoints: Path, driver: Driver, probes: Probes) -> "Machine":
+    def current(env: Mapping[str, str], checkpoints: Path | None, driver: Driver, probes: Probes) -> "Machine":
         """Collect the data about the machine that this process runs on."""
         return Machine(
             env=env,
