@@ -16,7 +16,7 @@ from ddp_kit import CheckpointError, ConfigError, load_model
 from ddp_kit.checkpoint.format import name_of
 from ddp_kit.checkpoint.saver import Saver
 from ddp_kit.log import logger
-from ddp_kit.storage import choosing, saving
+from ddp_kit.storage import choosing, saving, urls
 from ddp_kit.storage.store import Store
 from tests.support import launching
 from tests.support.object_store import SECRET, ObjectStore, Proxy, answer, before, stall
@@ -146,6 +146,12 @@ def test_what_cannot_be_asked(url: str) -> None:
         saver.save(1, {"model": values(1)})
     with pytest.raises(ConfigError, match="has no averaged weights"):
         loaded(url, ema=True)
+
+
+def test_without_the_client(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urls, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'ddpkit\[cloud\]'"):
+        loaded(url)
 
 
 def test_without_memory_the_disk_is_used(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
