@@ -22,11 +22,12 @@ _TASK = "SKYPILOT_TASK_ID"
 
 _EXPLAINED = """\
 # Made by: {command}
-# Checkpoints have to be in storage that outlives the nodes: mount a bucket or a volume with file_mounts.
+# Checkpoints have to be in storage that outlives the nodes: set checkpoint.dir to a URL such as s3://BUCKET/RUN, or
+# mount a bucket or a volume with file_mounts.
 # After exit codes 75 (saved) and 4 (a node was lost), SkyPilot recovers the job as after a preemption. All other exit
 # codes end the job.
 """
-_SETUP = "command -v ddpkit >/dev/null || python -m pip install --quiet ddpkit\n"
+_SETUP = "command -v ddpkit >/dev/null || python -m pip install --quiet 'ddpkit[cloud]'\n"
 _RUN = """\
 code=0
 {launch} || code=$?

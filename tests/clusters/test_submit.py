@@ -139,6 +139,7 @@ def _expanded(word: str) -> str:
 @given(
     words=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9), max_size=3)
 )
+@example(words=["checkpoint.dir=s3://bucket/run", "checkpoint.resume=s3://bucket/run/step-00000012"])
 @example(words=["a$$b", "$(PET_NNODES)", "$", "$${x}", "one\ntwo", "\x1b[31m\x7f", "\x85\u2028"])
 def test_job_file_passes_arguments_unchanged_on_every_engine(words: list[str]) -> None:
     launch = ["ddpkit", "launch", "train.py", *words]
@@ -158,6 +159,12 @@ def test_job_file_passes_arguments_unchanged_on_every_engine(words: list[str]) -
     step, env = "srun() { printf '%s\\0' \"$@\"; }\n" + text, {"SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "-c", step], env=env, capture_output=True, timeout=seconds(60), check=True)
     assert done.stdout.decode().split("\0")[:-1] == launch
+
+
+def test_url_is_passed_on_by_engines_that_copy_or_run_here() -> None:
+    words = ["checkpoint.dir=s3://bucket/run", "--init", "gs://bucket/run/step-00000012"]
+    for engine in (["ray", "--nodes", "2"], ["ssh", "--hosts", "one,two"]):
+        assert shlex.join(["train.py", *words]) in job_file("--on", *engine, "train.py", *words)
 
 
 @pytest.mark.parametrize("flag", ["--name", "--partition", "--array", "--image", "--gpus"])
