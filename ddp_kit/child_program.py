@@ -201,7 +201,7 @@ class ChildProgram:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return CheckpointError(
             f"the process that {self.purpose} has ended ({how}){words and ': '}{words}",
-            "the next save starts a new process; if SIGKILL killed this one, check with dmesg whether memory ran out",
+            "the next use starts a new process; if SIGKILL killed this one, check with dmesg whether memory ran out",
             transient=True,
         )
 

@@ -34,7 +34,7 @@ from ddp_kit.storage.urls import Location, split
 
 
 class Place(Protocol):
-    """What a run asks of the place of its checkpoints. Methods may raise `CheckpointError`."""
+    """The operations of a run on the place of its checkpoints. Methods may raise `CheckpointError`."""
 
     def listed(self, wait_seconds: float) -> list[StoredCheckpoint]:
         """The checkpoints, newest first. `wait_seconds`: how long to wait for a process that still writes one."""
@@ -49,7 +49,7 @@ class Place(Protocol):
         """The lock of the run `holder`."""
 
     def write(self, name: str, text: str) -> None:
-        """Write a file for information. May also raise `OSError`."""
+        """Write a file that ddpkit does not read back. May also raise `OSError`."""
 
 
 class Folder:

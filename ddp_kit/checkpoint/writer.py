@@ -555,7 +555,9 @@ def _prune(task: WriteTask, folder: Path, system: System) -> None:
     oldest = min((checkpoint.step for checkpoint in whole[: task.keep_last]), default=0)
     for checkpoint in saved:
         is_recent_and_damaged = not checkpoint.whole and checkpoint.step >= oldest
-        if checkpoint not in kept and not is_recent_and_damaged and _is_ours(checkpoint):
+        # A folder that was copied from object storage may also have files of a checkpoint that was set aside.
+        is_copy = checkpoint.manifest is not None and checkpoint.manifest.folder != ""
+        if checkpoint not in kept and not is_recent_and_damaged and _is_ours(checkpoint) and not is_copy:
             removed = _removed(checkpoint.path)
             with suppress(FileNotFoundError):  # another writer removed it
                 system.rename(checkpoint.path, removed)

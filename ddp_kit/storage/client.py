@@ -16,11 +16,11 @@ from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.urls import check_client
 
 CLIENT_PACKAGES = ("xxhash", "obstore", "typing_extensions")
-"""What programs that use object storage import."""
+"""Packages that a program imports to use object storage."""
 
 
 class _Program(ChildProgram):
-    purpose = "uses the object store"
+    purpose = "uses object storage"
 
     def __init__(self) -> None:
         super().__init__("ddp_kit.storage.service", CLIENT_PACKAGES)
@@ -88,7 +88,7 @@ class Service:
             return _Program()
         except OSError as error:
             raise CheckpointError(
-                f"the process that uses the object store cannot be started: {error.strerror}",
+                f"the process that uses object storage cannot be started: {error.strerror}",
                 "raise the limits on processes and open files of this job (`ulimit -u -n`)",
                 transient=True,
             ) from None

@@ -159,7 +159,7 @@ class Lease:
                 self._put_or_lose()
 
     def _check_store(self) -> None:
-        """Find out what the store cannot do, which would else show much later."""
+        """Find out now what the store cannot do; otherwise, it would show much later."""
         try:
             self._store.put(LOCK, b"{}", new=True)
             conditional = False
@@ -171,8 +171,8 @@ class Lease:
             with self._using:
                 self._put(None)
             self.warnings.append(
-                f"{self._store.url} is in a store without conditional requests, so nothing prevents two runs from "
-                "writing there at the same time"
+                f"{self._store.url}: the store has no conditional requests, so two runs that start at the same moment "
+                "are not noticed"
             )
         self._store.put(_MARK, b"")
         try:

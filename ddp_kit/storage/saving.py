@@ -1,6 +1,6 @@
-"""Writes a checkpoint into object storage, in the writer process. A step exists from when its manifest is put.
+"""Writes a checkpoint into object storage, in the writer process. A checkpoint exists once its manifest is put.
 
-    writer 1, 2, ...   put the files of its share, and now and then `.writer-N`, which shows that it is alive; then its
+    writer 1, 2, ...   put the files of its share, and every 10 s `.writer-N`, which shows that it is alive; then its
                        record `.writer-N.json`, or after an error `.writer-N.failed`
     writer 0           put its own files; wait for the records of the others; put the manifest; delete old checkpoints
 
@@ -158,7 +158,7 @@ def _tell(store: Store, task: WriteTask, problem: str) -> None:
 
 @contextmanager
 def _ticking(store: Store, name: str) -> Iterator[None]:
-    """Context manager that puts an object with this name now and then, which shows that the process is alive."""
+    """Context manager that puts an object with this name every 10 s, which shows that the process is alive."""
     done = Event()
 
     def tick() -> None:
@@ -200,7 +200,7 @@ def _collect(store: Store, task: WriteTask, folder: str, abandoned: Callable[[],
         waiting -= {*ready}
         limit = _ABANDONED_SECONDS if abandoned() else _STALL_SECONDS
         if waiting and time.monotonic() - changed > limit:
-            raise missing_writer(task, min(waiting), f"has put nothing for {limit:g} s")
+            raise missing_writer(task, min(waiting), f"has sent nothing for {limit:g} s")
         if waiting:
             waited = time.monotonic() - began
             time.sleep(min(max(waited / _POLLS_PER_WAIT, _FIRST_POLL_SECONDS), _LONGEST_POLL_SECONDS))

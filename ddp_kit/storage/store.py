@@ -28,11 +28,11 @@ from ddp_kit.masking import masked
 Version = Mapping[str, Any]
 """What identifies the content of an object: `e_tag` and `version`, of which a store may have only one."""
 
-_RETRIES = 8
+_RETRIES = 30
 _FEW_RETRIES = 3
 _RETRY_SECONDS = 60.0
 _BACKOFF: Any = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2}
-_CLIENT: Any = {"timeout": "120s", "connect_timeout": "10s"}
+_CLIENT: Any = {"timeout": "45s", "connect_timeout": "10s"}  # for an attempt, with the content
 _PART = 8 << 20
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _IN_FLIGHT = 32 << 20  # bytes of parts that are sent at the same time, which are copied from the buffer
@@ -50,7 +50,7 @@ class ConflictError(Exception):
 
 
 class MissingError(CheckpointError):
-    """There is no such object."""
+    """An object does not exist."""
 
 
 class CutError(CheckpointError):
@@ -187,7 +187,10 @@ def _version(found: Any) -> Version:
 _CODE = re.compile(r"<Code>(.*?)</Code>", re.DOTALL)
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>", re.DOTALL)
 _NOT_IMPLEMENTED = re.compile("501 Not Implemented|NotImplemented")
-_NO_CREDENTIALS = re.compile("169[.]254[.]|/latest/api/token|metadata|Account must be|Missing SecretAccessKey")
+_NO_CREDENTIALS = re.compile(
+    "169[.]254[.]|/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity|Account must be|"
+    "Missing SecretAccessKey"
+)
 _STATUS = re.compile(r"status code: (\d{3} [\w ]+)")
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role; for a profile of the AWS CLI: "
@@ -204,13 +207,15 @@ def _explained_error(error: Exception, verb: str, place: str) -> CheckpointError
     code = "".join(_CODE.findall(text)[:1])
     reason = ": ".join(filter(None, [code, *_MESSAGE.findall(text)[:1]]))
     status = "".join(_STATUS.findall(text)[:1])
-    reason = masked(reason or status or text.rpartition(" - ")[2].strip())[:_LONGEST_TEXT]
+    reason = masked(reason or status or text.rpartition(" - ")[2].strip())[:_LONGEST_TEXT].rstrip(".")
     bucket = "/".join(place.split("/")[:3])
     problem = f"cannot {verb} {place}: {reason}"
     if "NoSuchBucket" in text or "ContainerNotFound" in text or "bucket does not exist" in text:
-        return CheckpointError(f"{problem}: there is no {bucket}", "create the bucket, or correct its name")
+        return CheckpointError(
+            f"cannot {verb} {place}: the bucket {bucket} does not exist", "create it, or correct its name"
+        )
     if isinstance(error, _NOT_FOUND):
-        return MissingError(problem, "check the URL with `ddpkit checkpoints`")
+        return MissingError(problem, "`ddpkit checkpoints URL` lists the checkpoints of a run")
     if _NO_CREDENTIALS.search(text):
         hint = _CREDENTIALS[place.partition(":")[0]]
         return NoPermissionError(f"cannot {verb} {place}: there are no credentials", hint, transient=True)
@@ -220,4 +225,4 @@ def _explained_error(error: Exception, verb: str, place: str) -> CheckpointError
     if "bare redirect" in text.lower() or status[:3] == "301":
         return CheckpointError(f"{problem}: the bucket is in another region", "set AWS_REGION to the bucket's region")
     kind = CutError if "response body" in text else CheckpointError
-    return kind(problem, "check the network, and the endpoint and region in the environment", transient=True)
+    return kind(problem, "check the network, AWS_ENDPOINT_URL and AWS_REGION", transient=True)

@@ -57,20 +57,20 @@ def location(place: str | Path) -> Location:
             hint = _ENDPOINT
         elif close is not None and scheme not in _OTHER_SCHEMES:
             hint = f"did you mean {close}://?"
-        raise ConfigError(f"a URL that begins with {scheme}:// cannot hold checkpoints; {known} can", hint)
+        raise ConfigError(f"checkpoints cannot be saved in {scheme}://; use {known}", hint)
     bucket, _, path = rest.partition("/")
     if "@" in bucket or ":" in bucket:
         raise ConfigError(
             f"a {scheme}:// URL has a user or a password, which files and messages would show",
-            "remove it from the URL, and set the credentials in the environment (see docs/checkpoints.md)",
+            "remove it from the URL, and set the credentials in the environment",
         )
     if "?" in rest or "#" in rest:
         raise ConfigError(
             f"{scheme}://{bucket}: the URL has a query or a fragment ('?' or '#')",
-            "remove it; set the endpoint, region and credentials in the environment (see docs/checkpoints.md)",
+            "remove it; set the endpoint, region and credentials in the environment",
         )
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", bucket):
-        raise ConfigError(f"{place!r} names no bucket", f"write {scheme}://BUCKET/PATH")
+        raise ConfigError(f"{place!r} has no bucket", f"write {scheme}://BUCKET/PATH")
     if not path:
         raise ConfigError(
             f"{place!r} is a whole bucket, but checkpoints need a folder in it", f"write {scheme}://{bucket}/PATH"

@@ -133,7 +133,7 @@ def test_what_is_not_there(url: str) -> None:
     write(url, 3)
     with pytest.raises(CheckpointError, match=f"no checkpoint in {url} is marked as the best"):
         loaded(url, which="best")
-    with pytest.raises(CheckpointError, match="there is no s3://nothing"):
+    with pytest.raises(CheckpointError, match="the bucket s3://nothing does not exist"):
         loaded("s3://nothing/run")
 
 

@@ -23,9 +23,9 @@ URL = "s3://name:password@bucket/run"
         (["launch", "--log-dir", URL, "--dry-run", "train.py"], "--log-dir must be on a disk"),
         (["submit", "--on", "ssh", "--hosts", "one", "--log-dir", URL, "train.py"], "--log-dir must be on a disk"),
         (["checkpoints", URL], "a s3:// URL has a user or a password"),
-        (["checkpoints", "hf://bucket/run"], "a URL that begins with hf:// cannot hold checkpoints"),
+        (["checkpoints", "hf://bucket/run"], "checkpoints cannot be saved in hf://"),
         (["export", "s3://bucket", "new.safetensors"], "'s3://bucket' is a whole bucket"),
-        (["doctor", "--dir", "http://bucket/run"], "a URL that begins with http:// cannot hold checkpoints"),
+        (["doctor", "--dir", "http://bucket/run"], "checkpoints cannot be saved in http://"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -148,7 +148,7 @@ def test_store_without_conditional_requests_is_said_once(
             assert lease.take(holder())[0] is Answer.TAKEN
             lease.release()
     (warning,) = lease.warnings
-    assert "without conditional requests" in warning
+    assert "has no conditional requests" in warning
     assert content(store)["wrote"] == "job/1"
 
 

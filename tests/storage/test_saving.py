@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_kit.checkpoint.format import MANIFEST, checkpoints, name_of
-from ddp_kit.checkpoint.writer import Region, WriteTask
+from ddp_kit.checkpoint.writer import Region, WriteTask, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.storage import listing as listing_module
 from ddp_kit.storage import saving
@@ -118,7 +118,7 @@ def test_other_tensors_of_a_writer_are_an_error(store: Store) -> None:
 def test_writers_that_put_nothing_are_given_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "_ABANDONED_SECONDS", 0.1)
     own, content = task(store, 1, writers=2)
-    with pytest.raises(CheckpointError, match="has put nothing for"):
+    with pytest.raises(CheckpointError, match="has sent nothing for"):
         saving.write(own, content, abandoned=lambda: True)
 
 
@@ -318,3 +318,20 @@ def test_old_checkpoint_is_never_named_by_a_manifest_without_files(
     assert seen
     assert all(problem is None for problems in seen for problem in problems)
     assert steps(store) == [3, 2]
+
+
+def test_run_in_a_copy_on_disk_deletes_no_file_of_a_branch(store: Store, tmp_path: Path) -> None:
+    for step in (1, 2):
+        saving.write(*task(store, step))
+    saving.set_aside(store, 1)
+    saving.write(*task(store, 2, token="b2"))
+    for found in store.listed():
+        path = tmp_path / found.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.get(found.name)[0])
+    for step in (3, 4):
+        own, content = task(store, step, folder=str(tmp_path), keep_last=1)
+        write(own, content)
+    (branch,) = tmp_path.glob("set-aside-*")
+    assert [found.problem for found in checkpoints(branch, hashes=True)] == [None]
+    assert [found.step for found in checkpoints(tmp_path)] == [4, 2, 1]

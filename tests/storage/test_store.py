@@ -55,7 +55,7 @@ def test_errors_are_explained_in_words(
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         with proxy.add(answer(403)), pytest.raises(NoPermissionError, match=rf"{store.url}.*AccessDenied") as denied:
             calls(Store(store.url))[name]()
-        with pytest.raises(CheckpointError, match="there is no s3://no-such-bucket") as missing:
+        with pytest.raises(CheckpointError, match="the bucket s3://no-such-bucket does not exist") as missing:
             # moto deletes in a bucket that does not exist.
             calls(Store("s3://no-such-bucket/run"))[name if name != "delete" else "list"]()
     for error in (denied.value, missing.value):

@@ -32,8 +32,8 @@ def test_location_is_a_path_or_a_url(place: str | Path, expected: str | Path) ->
     [
         ("s3://bucket", "a folder in it"),
         ("s3://bucket/", "a folder in it"),
-        ("s3://", "names no bucket"),
-        ("s3:///run", "names no bucket"),
+        ("s3://", "has no bucket"),
+        ("s3:///run", "has no bucket"),
         ("s3://bucket//run", "empty component"),
         ("s3://bucket/../run", "empty component"),
         ("s3://bucket/a\nb", "cannot be printed"),
