@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,10 +23,10 @@ from ddp_kit.checkpoint.lock import (
 )
 from ddp_kit.checkpoint.writer import set_aside, wait_for_writers
 from ddp_kit.distributed.world import World, broadcast_bytes, gathered, largest
-from ddp_kit.env import SHARED_MEMORY, attempt_id, job_id, memory_folder, predecessors
+from ddp_kit.env import attempt_id, job_id, predecessors
 from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
-from ddp_kit.storage.choosing import fits_in_memory
+from ddp_kit.storage.choosing import fits_in_memory, folder_on_node
 from ddp_kit.storage.client import Service
 from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.urls import Location, split
@@ -238,10 +237,7 @@ def reading(location: Location, world: World) -> Iterator[Path | Fetched]:
             problem = error
     (size,) = largest(world, [size])
     fits = gathered(world, [fits_in_memory(size)])[world.rank - world.local_rank][0]
-    base = Path(tempfile.gettempdir())
-    if fits:
-        base = memory_folder() or Path(SHARED_MEMORY)
-    folder = base / f"ddpkit-fetched-{run}"
+    folder = folder_on_node(in_memory=bool(fits)) / f"ddpkit-fetched-{run}"
     try:
         if problem is not None:
             raise problem

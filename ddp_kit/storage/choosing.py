@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddp_kit.checkpoint.format import StoredCheckpoint, name_of, step_of
 from ddp_kit.control_groups import available_memory
-from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, memory_folder
+from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, attempt_folder, memory_folder
 from ddp_kit.errors import CheckpointError, advice_for
 from ddp_kit.storage.client import Service
 from ddp_kit.storage.remote import RemoteCheckpoint
@@ -86,9 +86,7 @@ def _each(service: Service, places: dict[str, str | None], folders: list[Path]) 
 
 def _new_folder(size: int) -> Path:
     """A new folder for files of `size` bytes, in memory if they fit."""
-    base = Path(tempfile.gettempdir())
-    if fits_in_memory(size):
-        base = memory_folder() or Path(SHARED_MEMORY)
+    base = folder_on_node(in_memory=fits_in_memory(size))
     try:
         return Path(tempfile.mkdtemp(prefix="ddpkit-fetched-", dir=base))
     except OSError as error:
@@ -97,6 +95,15 @@ def _new_folder(size: int) -> Path:
             advice_for(error, "set TMPDIR to a folder with enough space for a checkpoint"),
             transient=True,
         ) from None
+
+
+def folder_on_node(*, in_memory: bool) -> Path:
+    """The folder for fetched files. If there is a launcher, it removes the folder when the job ends."""
+    if in_memory:
+        return memory_folder() or Path(SHARED_MEMORY)
+    base = Path(tempfile.gettempdir())
+    own = attempt_folder()
+    return own if own is not None and own.is_relative_to(base) else base
 
 
 def fits_in_memory(size: int) -> bool:

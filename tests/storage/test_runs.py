@@ -190,3 +190,26 @@ def test_other_objects_are_left_alone(url: str) -> None:
     assert Store(url).get("notes.txt")[0] == b"mine"
     assert Store(url).get("logs/step-1.txt")[0] == b"mine"
     assert saving.set_aside(Store(url), 4) is None
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_fetched_files_are_in_memory_if_they_fit_and_removed(
+    fits: bool, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted(url)
+    monkeypatch.setattr(places, "fits_in_memory", lambda _: fits)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seen: list[Path] = []
+    examine = places.Fetched.examine
+
+    def look(self: places.Fetched) -> Any:
+        found = examine(self)
+        seen.append(found.path)
+        return found
+
+    monkeypatch.setattr(places.Fetched, "examine", look)
+    assert line_trainer(url).step == 4
+    (path,) = seen
+    assert path.is_relative_to("/dev/shm" if fits else tmp_path)
+    assert not path.exists()
+    assert not [*tmp_path.iterdir()]
