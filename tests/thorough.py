@@ -42,7 +42,11 @@ PARTS = {
     "lose-nothing": (
         "end_to_end/test_copies.py", "rigs/test_copies_without_memory.py", "rigs/test_spares.py",
     ),
-    "object-storage": ("storage", "rigs/test_object_storage.py"),
+    "object-storage": (
+        "storage", "rigs/test_object_storage.py", "end_to_end/test_end_in_store.py",
+        "end_to_end/test_without_client.py", "checkpoint/test_load_from_store.py", "cli/test_checkpoints_in_store.py",
+        "cli/test_export_from_store.py", "doctor/test_object_store_checks.py",
+    ),
     "fuzz": ("checkpoint/test_fuzz.py",),
     "rehearsals": ("end_to_end/test_rehearsals.py",),
     "chaos": ("end_to_end/test_chaos.py",),
