@@ -44,8 +44,9 @@ PARTS = {
     ),
     "object-storage": (
         "storage", "rigs/test_object_storage.py", "end_to_end/test_end_in_store.py",
-        "end_to_end/test_without_client.py", "checkpoint/test_load_from_store.py", "cli/test_checkpoints_in_store.py",
-        "cli/test_export_from_store.py", "doctor/test_object_store_checks.py",
+        "end_to_end/test_commands_in_store.py", "end_to_end/test_without_client.py",
+        "checkpoint/test_load_from_store.py", "cli/test_checkpoints_in_store.py", "cli/test_export_from_store.py",
+        "doctor/test_object_store_checks.py",
     ),
     "fuzz": ("checkpoint/test_fuzz.py",),
     "rehearsals": ("end_to_end/test_rehearsals.py",),

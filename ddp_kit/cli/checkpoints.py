@@ -111,6 +111,9 @@ def _run(args: argparse.Namespace, terminal: Terminal, stack: ExitStack) -> int:
 def _compare(words: Sequence[str], stored: Sequence[StoredCheckpoint], terminal: Terminal) -> int:
     """Print the differences between two checkpoints. `words`: their names on the command line."""
     title = " -> ".join(re.sub(r"^(\d+)$", r"step \1", word) for word in words)
+    for checkpoint in stored:
+        if isinstance(checkpoint, RemoteCheckpoint) and checkpoint.manifest is not None:
+            terminal.print_message(f"fetching {checkpoint.place} ({size_text(checkpoint.manifest.bytes)})")
     try:
         lines = [*_differences(title, *stored)]
     except CheckpointError as error:

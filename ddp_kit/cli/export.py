@@ -38,6 +38,7 @@ from ddp_kit.checkpoint.weight_files import (
 )
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
 from ddp_kit.storage.choosing import candidates
+from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.urls import Location
 from ddp_kit.terminal import Terminal
 
@@ -157,6 +158,8 @@ def _export(checkpoint: StoredCheckpoint, target: Path, most: float, ema: bool, 
         )
     stored = stored_weights(state, ema=ema)
     names, tied = _names(stored)
+    if isinstance(checkpoint, RemoteCheckpoint):
+        terminal.print_message(f"fetching the weights of {checkpoint.place}")
     files = TensorFiles(fetched(checkpoint, stored))
     weights = {name: files.tensors[key] for name, key in names.items()}
     shards = _shards(weights, most)
