@@ -112,3 +112,20 @@ def test_ctrl_c_while_the_store_stalls(url: str, object_store: ObjectStore, tmp_
             assert process.wait(launching.seconds(10)) == 128 + signal.SIGINT
     assert not [*Path("/dev/shm").glob("ddpkit-fetched-*")]
     assert [path.name for path in tmp_path.iterdir()] == ["fetched"]
+
+
+@pytest.mark.slow
+def test_sigkill_leaves_no_fetched_files(url: str, object_store: ObjectStore, tmp_path: Path) -> None:
+    """The process that fetches removes them: it ends once the store has answered."""
+    write(url, 3)
+    with Proxy(object_store) as proxy:
+        stalled = proxy.add(stall(), "GET .*model.safetensors")
+        env = proxy.environment | {"TMPDIR": str(tmp_path / "fetched")}
+        with launching.started(launching.DDPKIT, "export", url, tmp_path / "new.safetensors", env=env) as process:
+            launching.wait_until(lambda: stalled.met, "the request")
+            process.kill()
+            process.wait()
+        stalled.remove()
+        launching.wait_until(
+            lambda: not [*Path("/dev/shm").glob("ddpkit-fetched-*"), *(tmp_path / "fetched").iterdir()], "no files"
+        )
