@@ -319,6 +319,11 @@ def from_env(env: Mapping[str, str] = os.environ) -> WorkerEnv:
     return worker
 
 
+def workers_on_node(env: Mapping[str, str] = os.environ) -> int:
+    """The number of workers on this node, as far as the environment tells; 1 without a launcher."""
+    return _number_if_any(env, LOCAL_WORLD_SIZE) or 1
+
+
 def job_start_time() -> float | None:
     """Time at which the launcher first started the job's workers on this node, in seconds since 1970.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddp_kit.checkpoint.format import StoredCheckpoint, name_of, step_of
 from ddp_kit.control_groups import available_memory
-from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, attempt_folder, memory_folder
+from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, attempt_folder, memory_folder, workers_on_node
 from ddp_kit.errors import CheckpointError, advice_for
 from ddp_kit.storage.client import Service
 from ddp_kit.storage.remote import RemoteCheckpoint
@@ -53,8 +53,9 @@ def _places(service: Service, branch: str, *, best: bool) -> dict[str, str | Non
         return {f"{above}{name_of(step)}": problem for step, problem in service.call("newest", branch=branch)}
     step = service.call("best", branch=branch)
     if step is None:
+        where = f"{service.url}/{branch}".rstrip("/")
         raise CheckpointError(
-            f"no checkpoint in {service.url}/{branch} is marked as the best".replace("/ ", " "),
+            f"no checkpoint in {where} is marked as the best",
             'train with checkpoint={"best_metric": "loss"}, or with another metric; `ddpkit checkpoints URL` lists the '
             "checkpoints under a URL",
         )
@@ -86,7 +87,8 @@ def _each(service: Service, places: dict[str, str | None], folders: list[Path]) 
 
 def _new_folder(size: int) -> Path:
     """A new folder for files of `size` bytes, in memory if they fit."""
-    base = folder_on_node(in_memory=fits_in_memory(size))
+    all_workers = size * workers_on_node()  # each may load the same model now
+    base = folder_on_node(in_memory=fits_in_memory(all_workers))
     try:
         return Path(tempfile.mkdtemp(prefix="ddpkit-fetched-", dir=base))
     except OSError as error:

@@ -154,6 +154,16 @@ def test_without_the_client(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         loaded(url)
 
 
+def test_memory_must_suffice_for_all_workers_of_the_node(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(url, 3)
+    asked: list[int] = []
+    monkeypatch.setattr(choosing, "fits_in_memory", lambda size: not asked.append(size))
+    loaded(url)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    loaded(url)
+    assert asked[1] == 8 * asked[0] > 0
+
+
 def test_without_memory_the_disk_is_used(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(url, 3)
     monkeypatch.setattr(choosing, "SHARED_MEMORY", str(tmp_path / "nothing"))
