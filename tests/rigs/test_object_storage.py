@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,17 +20,23 @@ import pytest
 from ddp_kit.checkpoint.format import MANIFEST, Hasher, manifest_in, step_of
 from ddp_kit.storage.listing import object_name
 from tests.support.job_processes import JobProcesses
-from tests.support.launching import DDPKIT, PROGRAMS, launch, seconds, started, wait_until
+from tests.support.launching import DDPKIT, PROGRAMS, free_port, launch, seconds, started, wait_until
 from tests.support.object_store import (
+    SECRET,
     ObjectStore,
     Proxy,
     Request,
     after,
     answer,
     before,
+    change_answer,
+    change_request,
+    conditional,
     cut_answer,
     cut_request,
+    drop_conditions,
     instead,
+    kill_sender,
     lose_answer,
     stall,
 )
@@ -398,3 +405,189 @@ def test_save_that_fails_is_a_warning_and_the_next_one_succeeds(name: str, run: 
     assert run.saved_steps()[0] == settings.get("max_steps", 12)
     run.check_manifests()
     run.check_nothing_left()
+
+
+def test_renewals_that_stall_do_not_end_the_run(run: Run) -> None:
+    settings = {"seconds": 2.0}  # longer than the time between two renewals
+    renewals: list[Request] = []
+    run.proxy.add(before(renewals.append), LOCKS, skip=6)
+    rule = run.proxy.add(stall(5), LOCKS, skip=6)
+    done = run.train(**settings)
+    assert rule.met == renewals
+    assert len(renewals) > 1
+    assert done.returncode == 0
+    assert "WARNING" not in done.stderr
+    run.check_manifests()
+    run.check_nothing_left()
+
+
+def test_processes_that_use_the_store_may_be_killed_while_training(run: Run) -> None:
+    """A writer: the next save starts another one. The one that holds the lock: the run takes the lock again."""
+    expected = undisturbed(run)
+    run.proxy.finds_clients = True
+    run.proxy.add(after(kill_sender), r"PUT .*/trainer-config.yaml", times=1)
+    run.proxy.add(instead(kill_sender), FILES, times=1, skip=4)
+    done = run.train()
+    assert ended_with(done) == expected
+    assert len(re.findall("WARNING", done.stderr)) == 2, done.stderr
+    assert "resumed from" not in done.stderr
+    run.check_manifests()
+    run.check_nothing_left()
+
+
+@pytest.mark.parametrize("what", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_file_that_was_damaged_on_its_way_to_the_store_is_not_used(what: str, run: Run) -> None:
+    expected = undisturbed(run)
+    run.proxy.add(change_request, f"PUT .*/step-00000006/.*{what}")
+    run.proxy.add(instead(lambda _: os.kill(run.pid_of(0), signal.SIGKILL)), "GET .*/step-00000008/", times=1)
+    done = run.train("one rank", "--max-restarts", 1)
+    assert ended_with(done) == expected
+    assert re.search(f"WARNING checkpoint skipped .*step-00000006.*{re.escape(what)}", done.stderr)
+    assert resumed_steps(done) == [4]
+    run.check_manifests()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [change_answer, cut_answer, lose_answer, answer(503), stall(5)],
+    ids=["changed", "cut", "lost", "503", "stall"],
+)
+@pytest.mark.parametrize(
+    "where", [f"GET .*{FILE}", f"GET .*{MANIFEST}", "GET .*list-type"], ids=["file", "manifest", "list"]
+)
+def test_resume_repeats_what_was_read_wrongly(where: str, fault: Any, run: Run) -> None:
+    with training(run, seconds=0.1):
+        wait_until(lambda: run.saved_steps()[0] >= 4, "two checkpoints")
+    saved = run.saved_steps()[0]
+    before_that = run.store.keys(f"{run.prefix}/step-")
+    rule = run.proxy.add(fault, where, times=1)
+    done = run.train("one rank", max_steps=saved)
+    assert rule.met
+    assert done.returncode == 0, done.stderr
+    assert resumed_steps(done) == [saved]
+    assert before_that.items() <= run.store.keys(f"{run.prefix}/step-").items()
+
+
+@pytest.mark.parametrize("where", [f"GET .*{FILE}", f"GET .*{MANIFEST}", "GET .*list-type", r"GET .*/\.lock"])
+def test_resume_that_may_not_read_ends_in_words_and_loses_nothing(where: str, run: Run) -> None:
+    """An older checkpoint, or a start from step 0, would silently repeat steps."""
+    with training(run, seconds=0.1):
+        wait_until(lambda: run.saved_steps()[0] >= 4, "two checkpoints")
+    saved = run.store.keys(f"{run.prefix}/step-")
+    with run.proxy.add(answer(403), where):
+        done = run.train("ddp")
+    check_refused(done, "AccessDenied", run.url)
+    assert run.store.keys(f"{run.prefix}/step-") == saved
+    assert resumed_steps(run.train("ddp")) == [resumed_from(saved)]
+
+
+def test_resume_with_bytes_that_stay_wrong_uses_an_older_checkpoint_with_a_warning(run: Run) -> None:
+    with training(run, seconds=0.1):
+        wait_until(lambda: run.saved_steps()[0] >= 4, "two checkpoints")
+    newest, older = run.saved_steps()
+    saved = run.store.keys(f"{run.prefix}/step-")
+    run.proxy.add(change_answer, f"GET .*step-{newest:08}/.*model.safetensors")
+    done = run.train("ddp", max_steps=newest)
+    assert re.search(rf"WARNING checkpoint skipped .*step-{newest:08}.*model.safetensors is damaged", done.stderr)
+    assert resumed_steps(done) == [older]
+
+
+def test_store_that_forbids_to_delete_keeps_all_checkpoints(run: Run) -> None:
+    expected = undisturbed(run)
+    run.proxy.add(answer(403), "POST .*delete|DELETE")
+    done = run.train()
+    assert ended_with(done) == expected
+    (warning,) = re.findall("WARNING (.*)", done.stderr)
+    assert warning.startswith(f"old checkpoints in {run.url} will not be deleted, whatever keep_last says: ")
+    assert run.saved_steps() == [12, 10, 8, 6, 4, 2]
+    run.check_manifests()
+
+
+@pytest.mark.parametrize("fault", [drop_conditions, answer(501)], ids=["ignored", "501"])
+def test_store_without_conditional_requests_is_said_once(fault: Any, run: Run) -> None:
+    expected = undisturbed(run)
+    run.proxy.add(fault, conditional)
+    done = run.train()
+    assert ended_with(done) == expected
+    (warning,) = re.findall("WARNING (.*)", done.stderr)
+    assert warning.startswith(f"{run.url} is in a store without conditional requests, so nothing prevents two runs")
+    run.check_manifests()
+    assert resumed_steps(run.train()) == [12]
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+
+
+def check_refused(done: Any, *words: str) -> None:
+    """The run has ended with one message, of one rank, that has these words."""
+    assert done.returncode in (1, 2), done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert len(re.findall("ddpkit: error|hint: ", done.stderr)) == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "a bug in ddpkit" not in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    assert not done.stdout
+
+
+def resumed_from(saved: dict[str, int]) -> int:
+    """The newest step among these objects."""
+    return max(int(name.split("/")[-2].removeprefix("step-")) for name in saved if name.endswith(MANIFEST))
+
+
+def test_bucket_that_does_not_exist(run: Run) -> None:
+    check_refused(run.train("ddp", url="s3://missing/run"), "there is no s3://missing", "create the bucket")
+
+
+def test_no_credentials(run: Run) -> None:
+    """A machine outside of the cloud has no metadata service: it must not be waited for."""
+    env = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}
+    began = time.monotonic()
+    done = run.train("ddp", env={**env, "AWS_METADATA_ENDPOINT": None, "AWS_EC2_METADATA_DISABLED": None})
+    check_refused(done, "there are no credentials", "set the credentials in the environment of the job")
+    assert time.monotonic() - began < seconds(60)
+
+
+@pytest.mark.parametrize(
+    ("where", "verb"),
+    [("PUT", "put"), ("GET .*list-type", "list"), (r"GET .*/\.lock", "get"), ("", "get")],
+    ids=["put", "list", "get", "anything"],
+)
+def test_no_permission(where: str, verb: str, run: Run) -> None:
+    run.proxy.add(answer(403), where)
+    check_refused(run.train("ddp"), "AccessDenied", f"permit the identity of this job to {verb} objects in s3://bucket")
+    assert not run.store.keys(f"{run.prefix}/step-")
+
+
+def test_endpoint_that_refuses_connections(run: Run) -> None:
+    began = time.monotonic()
+    done = run.train("ddp", env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"})
+    check_refused(done, f"cannot read {run.url}/.lock", "check the network, and the endpoint and region")
+    assert time.monotonic() - began < seconds(90)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://bucket", "is a whole bucket"),
+        ("s3://", "names no bucket"),
+        (f"s3://user:{SECRET}@bucket/run", "has a user or a password"),
+        ("hf://bucket/run", "cannot hold checkpoints"),
+        (f"s3://bucket/run?AWSAccessKeyId={SECRET}", "has a query or a fragment"),
+    ],
+)
+def test_url_that_cannot_be_used(url: str, words: str, run: Run) -> None:
+    check_refused(run.train("ddp", url=url), words)
+    assert not run.proxy.requests
+
+
+def test_other_objects_below_the_url_do_not_disturb_and_stay(run: Run) -> None:
+    expected = undisturbed(run)
+    names = ("notes.txt", "a/step-00000002/manifest.json", "step-00000002/eval/scores.json", "step-2/x", "step-00000004")
+    others = {f"{run.prefix}/{name}": b"not a checkpoint" for name in names}
+    for name, content in others.items():
+        run.store.write(name, content)
+    done = run.train()
+    assert ended_with(done) == expected
+    assert "WARNING" not in done.stderr
+    assert {name: run.store.read(name) for name in others} == others
