@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_kit.checkpoint.format import MANIFEST, FileRecord, Hasher, StoredCheckpoint, manifest_in, step_of, wrong_hash
 from ddp_kit.errors import CheckpointError, advice_for
-from ddp_kit.storage.listing import object_name
+from ddp_kit.storage.listing import manifest_bytes, object_name
 from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.store import Store
 
@@ -27,8 +27,7 @@ def fetch_manifest(store: Store, place: str, folder: Path) -> None:
     """
 
     def produce(path: Path) -> None:
-        content, _ = store.get(f"{place}/{MANIFEST}")
-        path.write_bytes(content)
+        path.write_bytes(manifest_bytes(store, f"{place}/{MANIFEST}"))
 
     _once(folder / place / MANIFEST, produce)
 

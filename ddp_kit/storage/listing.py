@@ -106,7 +106,7 @@ class Listing:
         key = found.name, json.dumps(found.version)
         known = self.store.manifests
         if key not in known:
-            content, _ = self.store.get(found.name)
+            content = manifest_bytes(self.store, found.name)
             known[key] = manifest_in(content, step)
         return known[key]
 
@@ -120,6 +120,15 @@ class Listing:
             if found.size != file.bytes:
                 return f"{file.name} has {found.size:,} bytes instead of {file.bytes:,}"
         return None
+
+
+def manifest_bytes(store: Store, name: str) -> bytes:
+    """The content of a manifest, which is read again if it has arrived damaged. Raises `CheckpointError`."""
+    content, _ = store.get(name)
+    _, problem = manifest_in(content, None)
+    if problem is not None:
+        content, _ = store.get(name)
+    return content
 
 
 def object_name(place: str, manifest: Manifest, file: str) -> str:
