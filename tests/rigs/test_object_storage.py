@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ddp_kit.checkpoint.format import MANIFEST, Hasher, manifest_in, step_of
+from ddp_kit.checkpoint.format import MANIFEST, Hasher, Manifest, checkpoints, manifest_in, step_of
 from ddp_kit.storage.listing import object_name
+from tests.support import launching
 from tests.support.job_processes import JobProcesses
 from tests.support.launching import DDPKIT, PROGRAMS, free_port, launch, seconds, started, wait_until
 from tests.support.object_store import (
+    KEY_ID,
     SECRET,
     ObjectStore,
     Proxy,
@@ -119,8 +121,9 @@ class Run:
         steps = [step_of(name[0]) for name in names if name[1:] == [MANIFEST]]
         return sorted((step for step in steps if step is not None), reverse=True)
 
-    def check_manifests(self) -> None:
-        """All manifests name objects that exist, with the right hashes."""
+    def check_manifests(self) -> dict[int, Manifest]:
+        """All manifests name objects that exist, with the right hashes. Returns those of the run, by their steps."""
+        manifests = {}
         objects = self.store.keys(f"{self.prefix}/")
         for name in objects:
             place, _, last = name.removeprefix(f"{self.prefix}/").rpartition("/")
@@ -132,6 +135,9 @@ class Run:
                 found = f"{self.prefix}/{object_name(place, manifest, file.name)}"
                 assert found in objects, f"{name} names {found}"
                 assert str(Hasher(self.store.read(found))) == file.hash, f"{found} has another hash than in {name}"
+            if "/" not in place:
+                manifests[manifest.step] = manifest
+        return manifests
 
     def check_nothing_left(self) -> None:
         """No process, temporary file or shared memory of this job is left."""
@@ -485,7 +491,6 @@ def test_resume_with_bytes_that_stay_wrong_uses_an_older_checkpoint_with_a_warni
     with training(run, seconds=0.1):
         wait_until(lambda: run.saved_steps()[0] >= 4, "two checkpoints")
     newest, older = run.saved_steps()
-    saved = run.store.keys(f"{run.prefix}/step-")
     run.proxy.add(change_answer, f"GET .*step-{newest:08}/.*model.safetensors")
     done = run.train("ddp", max_steps=newest)
     assert re.search(rf"WARNING checkpoint skipped .*step-{newest:08}.*model.safetensors is damaged", done.stderr)
@@ -597,3 +602,163 @@ def test_other_objects_below_the_url_do_not_disturb_and_stay(run: Run) -> None:
     assert ended_with(done) == expected
     assert "WARNING" not in done.stderr
     assert {name: run.store.read(name) for name in others} == others
+
+
+# Placements, settings, branches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("fsdp", "fsdp at 4 ranks"), ("ddp", "fsdp"), ("pipeline", "zero1"), ("fsdp at 4 ranks", "one rank")],
+)
+def test_checkpoint_is_resumed_at_another_number_of_ranks_and_placement(one: str, other: str, run: Run) -> None:
+    done = run.train(one, max_steps=6)
+    assert done.returncode == 0, done.stderr
+    again = run.train(other, max_steps=8)
+    assert ended_with(again)
+    assert resumed_steps(again) == [6]
+    assert run.saved_steps() == [8, 6]
+    run.check_manifests()
+    run.check_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("placement", "settings"),
+    [
+        ("ddp", {"checkpoint": {"trainable_only": True}}),
+        ("fsdp", {"checkpoint": {"save": "blocking"}}),
+        ("ddp", {"checkpoint": {"save": "overlapped"}}),
+        ("ddp", {"checkpoint": {"best_metric": "loss", "keep_last": 1}, "eval_every_steps": 3}),
+    ],
+    ids=["trainable_only", "blocking", "overlapped", "best_metric"],
+)
+def test_settings_of_checkpoints_work_as_on_a_disk(placement: str, settings: dict[str, Any], run: Run) -> None:
+    on_disk = run.train(placement, url=str(run.folder / "on disk"), **settings)
+    steps = sorted((found.step for found in checkpoints(run.folder / "on disk") if found.whole), reverse=True)
+    expected = ended_with(on_disk)
+    run.proxy.finds_clients = True
+    run.proxy.add(after(lambda _: os.kill(run.pid_of(0), signal.SIGKILL)), MANIFESTS, skip=1, times=1)
+    done = run.train(placement, "--max-restarts", 1, **settings)
+    assert ended_with(done) == expected
+    assert len(resumed_steps(done)) == 1
+    assert run.saved_steps() == steps
+    assert best_of(run.check_manifests()) == best_of(
+        {found.step: found.manifest for found in checkpoints(run.folder / "on disk")}
+    )
+    run.check_nothing_left()
+
+
+def best_of(manifests: dict[int, Any]) -> list[int]:
+    return sorted(step for step, manifest in manifests.items() if manifest.best)
+
+
+def test_resume_from_an_earlier_step_sets_later_ones_aside_and_these_can_be_resumed_from(run: Run) -> None:
+    kept = {"checkpoint": {"keep_last": 9}}
+    expected = ended_with(run.train("fsdp", **kept))
+    done = run.train("fsdp", max_steps=8, checkpoint={"keep_last": 9, "resume": f"{run.url}/step-00000004"})
+    assert ended_with(done)
+    assert resumed_steps(done) == [4]
+    (words, branch) = re.findall(
+        rf"the checkpoints of steps (.*) belong to another branch and were moved to {run.url}/(\S+);", done.stderr
+    )[0]
+    assert words == "6, 8, 10, 12"
+    assert run.saved_steps() == [8, 6, 4, 2]
+    run.check_manifests()
+    aside = f"{run.url}/{branch}/step-00000010"
+    other = Run(run.proxy, run.folder / "other", f"{run.prefix}-other")
+    again = other.train("fsdp", checkpoint={"resume": aside})
+    assert ended_with(again) == expected
+    assert resumed_steps(again) == [10]
+    assert resumed_steps(run.train("fsdp", max_steps=8)) == [8]
+
+
+def test_branch_whose_steps_are_saved_again_keeps_its_files(run: Run) -> None:
+    """Although the new checkpoints of these steps are deleted in turn."""
+    assert ended_with(run.train(checkpoint={"keep_last": 9}))
+    assert ended_with(run.train(checkpoint={"keep_last": 1, "resume": f"{run.url}/step-00000002"}))
+    assert run.saved_steps() == [12]
+    manifests = run.check_manifests()
+    assert sorted(manifests) == [12]
+    aside = [name for name in run.store.keys(f"{run.prefix}/set-aside-") if name.endswith(MANIFEST)]
+    assert len(aside) == 5
+
+
+def test_step_that_is_saved_twice_is_replaced(run: Run) -> None:
+    """The final evaluation is the best one, so the last step is saved again."""
+    done = run.train("ddp", checkpoint={"best_metric": "loss", "every_steps": 12}, eval_every_steps=12)
+    assert ended_with(done)
+    puts = [request for request in run.proxy.requests if re.search(f"PUT .*step-00000012/{MANIFEST}", str(request))]
+    assert run.saved_steps() == [12]
+    files = [name for name in run.store.keys(f"{run.prefix}/step-00000012/") if not name.endswith(MANIFEST)]
+    assert len({name.split("/")[-2] for name in files}) == 1, puts
+    run.check_manifests()
+
+
+def test_secrets_are_nowhere(run: Run) -> None:
+    logs = run.folder / "logs"
+    outputs = [run.train("fsdp", "--log-dir", logs, "--redirects", 3, "--tee", 3)]
+    with run.proxy.add(answer(403), f"PUT .*{FILE}"):
+        outputs.append(run.train("ddp", "--max-restarts", 1, max_steps=14))
+    words = run.words("ddp", "--dry-run")
+    outputs.append(launch(*words, env=run.environment, cwd=run.folder))
+    outputs += [
+        launching.run(DDPKIT, *words, env=run.environment, cwd=run.folder)
+        for words in (("checkpoints", run.url), ("env",), ("report", logs))
+    ]
+    assert [done.returncode for done in outputs][:3] == [0, 1, 0], outputs
+    assert "AccessDenied" in outputs[1].stderr
+    for done in outputs:
+        assert SECRET not in done.stdout + done.stderr, done.args
+        assert KEY_ID not in done.stdout + done.stderr, done.args
+    for name in run.store.keys(f"{run.prefix}/"):
+        assert SECRET.encode() not in run.store.read(name), name
+    assert f"{run.prefix}/trainer-config.yaml" in run.store.keys(f"{run.prefix}/")
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        assert SECRET.encode() not in path.read_bytes(), path
+
+
+# Costs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_on_the_wire_are_those_of_the_state(run: Run) -> None:
+    done = run.train("ddp", hidden=480_000, max_steps=2)
+    assert ended_with(done)
+    saved = sum(size for name, size in run.store.keys(f"{run.prefix}/step-").items())
+    assert saved > 60 << 20
+    assert len(run.proxy.seen("PUT .*partNumber=")) > 5
+    assert run.proxy.bytes_sent <= 1.02 * saved
+    run.proxy.requests.clear()
+    assert resumed_steps(run.train("ddp", hidden=480_000, max_steps=2)) == [2]
+    assert run.proxy.bytes_received <= 1.02 * saved, "one process per node reads"
+
+
+def test_writer_needs_little_more_memory_than_the_buffer(run: Run) -> None:
+    """Of its own: the buffer is shared with the rank."""
+    own: dict[int, int] = {}
+    idle: dict[int, int] = {}
+
+    def measure(request: Request) -> None:
+        assert request.pid
+        own[request.pid] = max(own.get(request.pid, 0), own_memory(request.pid))
+
+    def measure_idle(request: Request) -> None:
+        assert request.pid
+        idle.setdefault(request.pid, own_memory(request.pid))
+
+    run.proxy.finds_clients = True
+    run.proxy.add(before(measure_idle), f"GET .*step-00000002/{MANIFEST}")
+    run.proxy.add(before(measure), "PUT .*partNumber=")
+    assert ended_with(run.train("one rank", hidden=1_950_000, max_steps=2))
+    (writer,) = idle
+    assert sum(run.store.keys(f"{run.prefix}/step-").values()) > 240 << 20
+    assert 0 < own[writer] - idle[writer] <= 64 << 20, (own, idle)
+
+
+def own_memory(pid: int) -> int:
+    """Bytes of memory that this process does not share."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    assert found
+    return int(found[1]) << 10
