@@ -2,8 +2,8 @@
 
 stored.py URL PARALLEL SETTINGS
 
-PARALLEL, SETTINGS: as JSON, for the configuration; in SETTINGS also "hidden": the width of the model, and "seconds":
-how long each step waits. Each rank writes its process id to the file pid-RANK of the working directory, and the
+PARALLEL, SETTINGS: as JSON, for the configuration; in SETTINGS also "hidden": the width of the model, "seconds":
+how long each step waits, and "again": whether to save the last step twice. Each rank writes its process id to the file pid-RANK of the working directory, and the
 launcher's folder in memory to memory-RANK.
 """
 
@@ -61,6 +61,7 @@ def main(url: str, parallel: str, settings: str) -> None:
     config: dict[str, Any] = {"max_steps": STEPS, **json.loads(settings)}
     hidden = config.pop("hidden", 8)
     wait = config.pop("seconds", 0.0)
+    again = config.pop("again", False)
     first = nn.Sequential(nn.Linear(4, hidden), nn.LayerNorm(hidden), nn.Dropout(0.2))
     model = nn.Sequential(*first, nn.Sequential(nn.Linear(hidden, 4), nn.GELU(), nn.Linear(4, 1)))
     if "trainable_only" in config.get("checkpoint", {}):
@@ -76,6 +77,8 @@ def main(url: str, parallel: str, settings: str) -> None:
         callbacks=[Waits(wait)],
     )
     result = trainer.fit(Noisy(60), Noisy(12) if config.get("eval_every_steps") else None)
+    if again:
+        trainer.save()
     held = [*trainer.model_state().values(), *values_of(trainer.optimizer.state_dict()["state"])]
     print(f"ended {trainer.world.rank} {result.steps} {result.samples} {digest_of(held)}\n", end="", flush=True)
     assert "obstore" not in sys.modules

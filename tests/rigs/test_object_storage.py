@@ -48,6 +48,9 @@ pytestmark = pytest.mark.slow
 SCRIPT = PROGRAMS / "stored.py"
 FILE = r"/step-(\d{8})/([0-9a-f]+)/[\w-]+\.(safetensors|json)"
 """The path of an object with a file of a checkpoint."""
+FILES = f"PUT .*{FILE}"
+MANIFESTS = f"PUT .*{MANIFEST}"
+LOCKS = r"PUT .*/\.lock"
 
 
 class Placement(NamedTuple):
@@ -215,16 +218,20 @@ class Kill:
         return f"{who} was killed {'before' if self.before else 'after'} {self.done}"
 
 
-def train_with_kill(store: ObjectStore, folder: Path, prefix: str, placement: str, number: int, kind: int) -> list[str]:
+def train_with_kill(
+    store: ObjectStore, folder: Path, prefix: str, placement: str, number: int, kind: int, settings: dict[str, Any]
+) -> list[str]:
     """What a run ends with that resumes after a kill. Nothing complete is lost, and nothing is left."""
     with Proxy(store, finds_clients=True) as proxy:
         run = Run(proxy, folder, prefix)
         kill = Kill(run, number, kind)
         try:
-            done = run.train(placement, "--max-restarts", 1, **FEW_STEPS)
+            done = run.train(placement, "--max-restarts", 1, **settings)
             ended = ended_with(done)
             assert all(step >= max(kill.saved, default=0) for step in resumed_steps(done)), "a step was lost"
-            assert run.saved_steps()[0] == 6  # older ones may be left if the process that deletes them was killed
+            assert (
+                run.saved_steps()[0] == settings["max_steps"]
+            )  # older ones may be left if the process that deletes them was killed
             run.check_manifests()
             run.check_nothing_left()
         except AssertionError as error:
@@ -249,10 +256,43 @@ def test_run_that_is_killed_between_any_two_requests_loses_nothing(
     requests = len(proxy.requests)
     assert requests > 40
     for number in range(requests):
-        ended = train_with_kill(
-            object_store, tmp_path / f"{number}", f"{prefix}/{number}", placement, number, (number + kinds) % 4
-        )
+        folder = tmp_path / f"{number}"
+        kind = (number + kinds) % 4
+        ended = train_with_kill(object_store, folder, f"{prefix}/{number}", placement, number, kind, FEW_STEPS)
         assert ended == expected
+
+
+@pytest.mark.timeout(seconds(900))
+@pytest.mark.parametrize(
+    ("placement", "settings", "every"),
+    [
+        ("ddp at 4 ranks", FEW_STEPS, 7),
+        ("fsdp at 4 ranks", FEW_STEPS, 11),
+        ("ddp", {"hidden": 800_000, "max_steps": 4}, 7),
+    ],
+    ids=["ddp at 4 ranks", "fsdp at 4 ranks", "several writers, large files"],
+)
+def test_run_that_is_killed_at_some_requests_loses_nothing(
+    placement: str, settings: dict[str, Any], every: int, object_store: ObjectStore, prefix: str, tmp_path: Path
+) -> None:
+    with Proxy(object_store) as proxy:
+        expected = ended_with(
+            Run(proxy, tmp_path / "undisturbed", f"{prefix}/undisturbed").train(placement, **settings)
+        )
+    for kind, number in enumerate(range(every, len(proxy.requests), every)):
+        folder = tmp_path / f"{number}"
+        ended = train_with_kill(object_store, folder, f"{prefix}/{number}", placement, number, kind % 4, settings)
+        assert ended == expected
+
+
+def test_run_that_is_killed_after_a_save_resumes_from_the_store(run: Run) -> None:
+    run.proxy.add(after(lambda _: os.kill(run.pid_of(0), signal.SIGKILL)), MANIFESTS, skip=1, times=1)
+    done = run.train("fsdp", "--max-restarts", 1, **FEW_STEPS)
+    assert ended_with(done)
+    assert resumed_steps(done) == [4]
+    assert run.saved_steps() == [6]
+    run.check_manifests()
+    run.check_nothing_left()
 
 
 # Two runs -------------------------------------------------------------------------------------------------------------
@@ -335,7 +375,6 @@ def undisturbed(run: Run, placement: str = "one rank", **settings: Any) -> list[
     return UNDISTURBED[key]
 
 
-FILES, MANIFESTS, LOCKS = f"PUT .*{FILE}", f"PUT .*{MANIFEST}", r"PUT .*/\.lock"
 LARGE = {"hidden": 300_000, "max_steps": 4}
 RETRIED: dict[str, tuple[Any, str, int, int, dict[str, Any]]] = {
     "503 for a file": (answer(503), FILES, 3, 0, {}),
@@ -683,15 +722,14 @@ def test_branch_whose_steps_are_saved_again_keeps_its_files(run: Run) -> None:
     assert len(aside) == 5
 
 
-def test_step_that_is_saved_twice_is_replaced(run: Run) -> None:
-    """The final evaluation is the best one, so the last step is saved again."""
-    done = run.train("ddp", checkpoint={"best_metric": "loss", "every_steps": 12}, eval_every_steps=12)
-    assert ended_with(done)
-    puts = [request for request in run.proxy.requests if re.search(f"PUT .*step-00000012/{MANIFEST}", str(request))]
-    assert run.saved_steps() == [12]
-    files = [name for name in run.store.keys(f"{run.prefix}/step-00000012/") if not name.endswith(MANIFEST)]
-    assert len({name.split("/")[-2] for name in files}) == 1, puts
+def test_step_that_is_saved_again_is_replaced(run: Run) -> None:
+    assert ended_with(run.train("fsdp", max_steps=4, again=True))
+    assert len(run.proxy.seen(f"PUT .*step-00000004/{MANIFEST}")) == 2
+    assert run.saved_steps() == [4, 2]
+    files = [name for name in run.store.keys(f"{run.prefix}/step-00000004/") if not name.endswith(MANIFEST)]
+    assert len({name.split("/")[-2] for name in files}) == 1, "the files of the first save are deleted"
     run.check_manifests()
+    assert resumed_steps(run.train("fsdp", max_steps=4)) == [4]
 
 
 def test_secrets_are_nowhere(run: Run) -> None:
