@@ -2,9 +2,9 @@
 
 stored.py URL PARALLEL SETTINGS
 
-PARALLEL, SETTINGS: as JSON, for the configuration; in SETTINGS also "hidden": the width of the model, "seconds":
-how long each step waits, and "again": whether to save the last step twice. Each rank writes its process id to the file pid-RANK of the working directory, and the
-launcher's folder in memory to memory-RANK.
+PARALLEL, SETTINGS: as JSON, for the configuration; in SETTINGS also "hidden": the width of the model, "seconds": how
+long each step waits, and "again": whether to save the last step twice. Each rank writes its process id to the file
+pid-RANK of the working directory, and the launcher's folder in memory to memory-RANK.
 """
 
 import json

@@ -203,6 +203,13 @@ class Kill:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         self.saved = self.run.saved_steps()
+        for left in reversed(range(3)):  # another process may delete a checkpoint meanwhile
+            try:
+                self.run.check_manifests()
+                break
+            except AssertionError:
+                if not left:
+                    raise
 
     def check_read(self, request: Request) -> None:
         """A file is read only if a manifest names it."""
