@@ -26,7 +26,8 @@ RENEWAL_SECONDS = 15.0
 STALE_SECONDS = 120.0
 
 Holder = Mapping[str, Any]
-"""What the object contains: `run`, `job`, `attempt`, `host`, `pid`, `boot`, `since`, `wrote`, `held` and `renewal`."""
+"""What the object contains: `run`, `job`, `attempt`, `host`, `pid`, `boot`, `since`, `wrote`, `held`, `renewal`;
+and `conditional`, which is false if the store has no conditional requests."""
 
 
 class Answer(StrEnum):
@@ -135,7 +136,8 @@ class Lease:
         try:
             self._version = self._store.put(LOCK, content, expected=expected, new=expected is None)
         except UnsupportedError:
-            self._version = self._store.put(LOCK, content)
+            self._own["conditional"] = False  # tells the writers, which would find it out by many requests
+            self._version = self._store.put(LOCK, json.dumps(self._own).encode())
 
     def _put_or_lose(self) -> None:
         """Write the lock; if another run has written it, note this."""
@@ -192,7 +194,10 @@ def lost_error(url: str, holder: Holder) -> CheckpointError:
 
 
 def check_holder(store: Store, run: str) -> None:
-    """Raise `CheckpointError` if another run than `run` has taken the lock. "": do not check."""
+    """Raise `CheckpointError` if another run than `run` has taken the lock. "": do not check.
+
+    The lock also says whether the store has conditional requests.
+    """
     if not run:
         return
     with suppress(MissingError):
@@ -201,3 +206,5 @@ def check_holder(store: Store, run: str) -> None:
             found = json.loads(content)
             if found.get("run") != run:
                 raise lost_error(store.url, found)
+            if not found.get("conditional", True):
+                store.is_conditional = False

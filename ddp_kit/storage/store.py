@@ -80,7 +80,8 @@ class Store:
     def __init__(self, url: str, *, patient: bool = True) -> None:
         """`patient`: False: requests are repeated for a few seconds only, because somebody waits or others will do."""
         self.url = url
-        self._is_conditional = True  # until the store says that it is not
+        self.is_conditional = True
+        """Whether the store has conditional requests, as far as is known."""
         self.manifests: dict[tuple[str, str], tuple[Manifest | None, str | None]] = {}
         """The manifests that were read, and what is wrong with them, by the name and version of the object."""
         endpoint = storage_endpoint()
@@ -107,13 +108,13 @@ class Store:
             mode = "create"
         elif expected is not None:
             mode = {key: value for key, value in expected.items() if value is not None}
-        if mode != "overwrite" and not self._is_conditional:
+        if mode != "overwrite" and not self.is_conditional:
             raise UnsupportedError
         try:
             with self._explained("write", name):
                 return _version(obstore.put(self._store, name, content, mode=mode, use_multipart=False))
         except UnsupportedError:
-            self._is_conditional = False
+            self.is_conditional = False
             raise
 
     def upload(self, name: str, content: memoryview) -> None:
