@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -431,6 +432,19 @@ def test_fault_that_passes_is_not_noticed(name: str, run: Run) -> None:
     assert resumed_steps(run.train(**settings)) == [steps]
 
 
+def test_outage_of_some_seconds_is_waited_for_by_a_save(run: Run) -> None:
+    """Also by the last save, after which there is no other that tries again."""
+    expected = undisturbed(run)
+    where = "PUT .*step-00000012/"
+    run.proxy.add(before(lambda _: threading.Timer(5, rule.remove).start()), where, times=1)
+    rule = run.proxy.add(answer(503), where)
+    done = run.train()
+    assert len(rule.met) > 2
+    assert ended_with(done) == expected
+    assert "WARNING" not in done.stderr
+    run.check_manifests()
+
+
 WARNED: dict[str, tuple[Any, str, int, int, dict[str, Any]]] = {
     "403 for a file": (answer(403), FILES, 1, 4, {}),
     "403 for files": (answer(403), FILES, 4, 0, {}),
@@ -560,8 +574,11 @@ def test_store_without_conditional_requests_is_said_once(fault: Any, run: Run) -
     run.proxy.add(fault, conditional)
     done = run.train()
     assert ended_with(done) == expected
+    assert len(run.proxy.seen(lambda request: request.status == 501 and MANIFEST in request.path)) == 0
     (warning,) = re.findall("WARNING (.*)", done.stderr)
-    assert warning.startswith(f"{run.url}: the store has no conditional requests")
+    assert warning.startswith(
+        f"{run.url}: the store has no conditional requests, so two runs that start at the same moment"
+    )
     run.check_manifests()
     assert resumed_steps(run.train()) == [12]
 
@@ -587,7 +604,7 @@ def resumed_from(saved: dict[str, int]) -> int:
 
 
 def test_bucket_that_does_not_exist(run: Run) -> None:
-    check_refused(run.train("ddp", url="s3://missing/run"), "the bucket s3://missing does not exist", "create it")
+    check_refused(run.train("ddp", url="s3://missing/run"), "there is no s3://missing", "create the bucket")
 
 
 def test_no_credentials(run: Run) -> None:
@@ -595,7 +612,7 @@ def test_no_credentials(run: Run) -> None:
     env = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}
     began = time.monotonic()
     done = run.train("ddp", env={**env, "AWS_METADATA_ENDPOINT": None, "AWS_EC2_METADATA_DISABLED": None})
-    check_refused(done, "there are no credentials", "set AWS_ACCESS_KEY_ID")
+    check_refused(done, "there are no credentials", "set the credentials in the environment of the job")
     assert time.monotonic() - began < seconds(60)
 
 
@@ -623,7 +640,7 @@ def test_endpoint_that_refuses_connections(run: Run) -> None:
         ("s3://bucket", "is a whole bucket"),
         ("s3://", "names no bucket"),
         (f"s3://user:{SECRET}@bucket/run", "has a user or a password"),
-        ("hf://bucket/run", "cannot be saved in hf://"),
+        ("hf://bucket/run", "cannot hold checkpoints"),
         (f"s3://bucket/run?AWSAccessKeyId={SECRET}", "has a query or a fragment"),
     ],
 )
