@@ -147,13 +147,17 @@ class Lease:
                 self._put(expected)
                 return
             except ConflictError:
-                found, expected = self._read()
-                if found.get("run") != self._own["run"]:  # else, the answer to an earlier request was lost
-                    self.lost = found
-            except MissingError:  # somebody has deleted it
+                pass
+            except MissingError:
                 if expected is None:
                     raise
+            try:
+                found, expected = self._read()
+            except MissingError:  # somebody has deleted it
+                found = self._own
                 expected = None
+            if found.get("run") != self._own["run"]:  # else, the answer to an earlier request was lost
+                self.lost = found
 
     def _renew(self, done: Event) -> None:
         while not done.wait(self._renewal) and self.lost is None:

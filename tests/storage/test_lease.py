@@ -163,3 +163,13 @@ def test_forbidden_deletes_are_said_once(
             lease.release()
     (warning,) = lease.warnings
     assert "will not be deleted" in warning
+
+
+def test_lock_that_somebody_has_deleted_is_written_again(store: Store) -> None:
+    lease = Lease(store, renewal=SOON)
+    lease.take(holder())
+    store.delete([LOCK])
+    wait_until(lambda: [found.name for found in store.listed()] == [LOCK], "written again")
+    assert Lease(store).take(holder("job/2"))[0] is Answer.BUSY
+    lease.release()
+    assert content(store)["held"] is False
