@@ -69,6 +69,7 @@ LAUNCHES = {
         "end_to_end/test_resume.py::test_killed_run_ends_like_an_undisturbed_one[2-2-11-8]",
         "end_to_end/test_resume.py::test_resume_under_every_strategy_is_bitwise['pipeline_stages': ['3'], 'shard']",
         "end_to_end/test_copies.py::test_failure_costs_what_was_trained_since_the_last_copy[SIGKILL-ddp-callback]",
+        "rigs/test_object_storage.py::test_run_that_is_killed_after_a_save_resumes_from_the_store",
         "end_to_end/test_preemption.py::test_stop_signals_at_different_times_save_the_same_step_on_all_ranks",
         "checkpoint/test_saver.py::test_writer_process_ignores_signals_to_the_whole_job",
         "checkpoint/test_writing.py::test_write_killed_at_any_operation_leaves_the_old_or_the_new_checkpoint",
