@@ -604,7 +604,7 @@ def resumed_from(saved: dict[str, int]) -> int:
 
 
 def test_bucket_that_does_not_exist(run: Run) -> None:
-    check_refused(run.train("ddp", url="s3://missing/run"), "there is no s3://missing", "create the bucket")
+    check_refused(run.train("ddp", url="s3://missing/run"), "the bucket s3://missing does not exist", "hint: create it")
 
 
 def test_no_credentials(run: Run) -> None:
@@ -612,7 +612,7 @@ def test_no_credentials(run: Run) -> None:
     env = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}
     began = time.monotonic()
     done = run.train("ddp", env={**env, "AWS_METADATA_ENDPOINT": None, "AWS_EC2_METADATA_DISABLED": None})
-    check_refused(done, "there are no credentials", "set the credentials in the environment of the job")
+    check_refused(done, "there are no credentials")
     assert time.monotonic() - began < seconds(60)
 
 
@@ -630,7 +630,7 @@ def test_no_permission(where: str, verb: str, run: Run) -> None:
 def test_endpoint_that_refuses_connections(run: Run) -> None:
     began = time.monotonic()
     done = run.train("ddp", env={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}"})
-    check_refused(done, f"cannot read {run.url}/.lock", "check the network, and the endpoint and region")
+    check_refused(done, f"cannot read {run.url}/.lock", "check the network, AWS_ENDPOINT_URL")
     assert time.monotonic() - began < seconds(90)
 
 
