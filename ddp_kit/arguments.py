@@ -3,12 +3,9 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
-from ddp_kit.errors import ConfigError, UsageError
-from ddp_kit.storage.urls import Location, checked_location, local_path
+from ddp_kit.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,37 +79,3 @@ def size(text: str) -> int:
     if total < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: use such as 80GiB, 80GB or a number of bytes")
     return total
-
-
-def place(text: str, checked: Callable[[str], Location] = checked_location) -> Location:
-    """A path, or a URL in object storage. `checked`: raises `ConfigError` if it cannot be used."""
-    try:
-        return checked(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{error.message}: {error.hint}") from None
-
-
-def path_on_disk(text: str) -> Path:
-    """A path, which is no URL."""
-    try:
-        return local_path(text, "it")
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{error.message}: {error.hint}") from None
-
-
-def record_folder(text: str) -> Path:
-    """The folder with the record of a run."""
-    try:
-        return local_path(text, "the record of a run")
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(
-            f"{error.message}: pass the folder of `ddpkit launch --log-dir FOLDER` on the disk of the first node"
-        ) from None
-
-
-def check_on_disk(flag: str, place: str | None) -> None:
-    """Raise `UsageError` if the value of a flag is a URL. `place`: None if the flag is not given."""
-    try:
-        local_path(place or "", flag)
-    except ConfigError as error:
-        raise UsageError(error.message, error.hint) from None

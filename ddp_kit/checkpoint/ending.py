@@ -131,7 +131,7 @@ def _save_in_store(copy: StoredCheckpoint, target: Target) -> _Outcome:
     from ddp_kit.storage.store import Store
 
     store = Store(target.folder)
-    lease = Lease(store)
+    lease = Lease(Store(target.folder, patient=False))
     run = f"{target.job}/{uuid.uuid4().hex}"
     own = {
         "run": run,

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_kit.arguments import Parser, place
+from ddp_kit.arguments import Parser
 from ddp_kit.checkpoint.format import (
     STATE,
     Hasher,
@@ -31,6 +31,7 @@ from ddp_kit.checkpoint.format import (
 from ddp_kit.errors import CheckpointError, ConfigError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.storage.choosing import candidates
+from ddp_kit.storage.command_line import place
 from ddp_kit.storage.interrupts import interruptible
 from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.urls import checked_location, is_url, split, split_branch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddp_kit.arguments import Parser, path_on_disk, place, size
+from ddp_kit.arguments import Parser, size
 from ddp_kit.checkpoint.format import (
     INDEX,
     ITEM_BYTES,
@@ -38,6 +38,7 @@ from ddp_kit.checkpoint.weight_files import (
 )
 from ddp_kit.errors import CheckpointError, UsageError, advice_for
 from ddp_kit.storage.choosing import candidates
+from ddp_kit.storage.command_line import path_on_disk, place
 from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.urls import Location
 from ddp_kit.terminal import Terminal

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ddp_kit.arguments import Parser, check_on_disk
+from ddp_kit.arguments import Parser
 from ddp_kit.cli.stopped import StoppedError
 from ddp_kit.env import QUIET_IMPORT, allocator_defaults
 from ddp_kit.exit_codes import ExitCode
@@ -40,7 +40,11 @@ def run(argv: Sequence[str], terminal: Terminal, warm: "WarmServer | None" = Non
 
             return completion.run([f"{completion.FLAG}={launch_spec.torchrun['print_completion']}"], terminal)
         spec.check_script(launch_spec, terminal.env)
-        check_on_disk("--log-dir", launch_spec.torchrun["log_dir"])
+        log_dir = launch_spec.torchrun["log_dir"]
+        if "://" in (log_dir or ""):
+            from ddp_kit.storage.command_line import check_on_disk  # delays every launch
+
+            check_on_disk("--log-dir", log_dir)
         keeps_warm = launch_spec.keep_warm is not None and warm is None and sys.platform == "linux"
         keeps_warm = keeps_warm and launch_spec.may_fork(terminal.env) and not launch_spec.dry_run
         if keeps_warm:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ddp_kit.arguments import Parser, check_on_disk, count, duration, whole_number
+from ddp_kit.arguments import Parser, count, duration, whole_number
 from ddp_kit.clusters.engine import Engine
 from ddp_kit.clusters.engines import ENGINES
 from ddp_kit.clusters.request import Request, hosts_of, job_name, without_spares
@@ -17,6 +17,7 @@ from ddp_kit.errors import UsageError, nearest, printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.launcher import spec
 from ddp_kit.launcher.spec import LaunchSpec
+from ddp_kit.storage.command_line import check_on_disk
 from ddp_kit.terminal import Terminal
 
 _EPILOG = """\

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from ddp_kit.arguments import Parser, place
+from ddp_kit.arguments import Parser
 from ddp_kit.doctor import checks
 from ddp_kit.doctor.checks import CheckResult, Status, fail, warn
 from ddp_kit.doctor.machine import Machine, detect, started
@@ -29,6 +29,7 @@ from ddp_kit.env import NO_COLOR
 from ddp_kit.errors import printable
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.masking import masked
+from ddp_kit.storage.command_line import place
 from ddp_kit.storage.urls import Location, location
 from ddp_kit.terminal import Terminal
 from ddp_kit.texts import plural

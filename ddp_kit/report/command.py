@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import indent
 
-from ddp_kit.arguments import Parser, path_on_disk, record_folder
+from ddp_kit.arguments import Parser
 from ddp_kit.errors import UsageError
 from ddp_kit.report.charts import write_pictures
 from ddp_kit.report.comparison import first_differences
 from ddp_kit.report.findings import Profile, findings, profiles_of, state
 from ddp_kit.report.page import MARK, page
 from ddp_kit.report.run_history import RunHistory, read_runs, repeated_folders
+from ddp_kit.storage.command_line import path_on_disk, record_folder
 from ddp_kit.terminal import Terminal
 
 _EPILOG = """\
