@@ -557,8 +557,8 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         request.status = given.status
         for data in (head, given.body[: given.cut_after]):
+            request.received += len(data)  # before the client can go on
             self.wfile.write(data)
-            request.received += len(data)
         if given.cut_after is not None:
             raise ConnectionCutError
 
