@@ -183,12 +183,11 @@ def main() -> None:
     sizes = [int(size) for size in args.sizes.split(",")]
     rows = []
     folder = Path(tempfile.mkdtemp(prefix="storage-", dir="/var/tmp"))
-    try:
+    with ObjectStore() as store:
+        os.environ.update(store.environment)
         for megabytes in sizes[:1] if args.quick else sizes:
-            with ObjectStore() as store:
-                os.environ.update(store.environment)
-                found, size = compare(megabytes, args.saves, store, folder)
-                wire = sent(megabytes, store)
+            found, size = compare(megabytes, args.saves, store, folder)
+            wire = sent(megabytes, store)
             disk, bucket = found["disk"], found["store"]
             rows.append(
                 [
@@ -203,8 +202,7 @@ def main() -> None:
                     f"{bucket.anonymous / 1e6:.0f}",
                 ]
             )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     header = ["MB", "stands still, disk, ms", "store, ms", "DCP, ms", "complete, disk, s", "store, s", "on the wire"]
     header += ["memory of the writer, disk, MB", "store, MB"]
     text = table(header, rows)
