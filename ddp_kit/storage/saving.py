@@ -226,6 +226,8 @@ def _clean(store: Store, task: WriteTask, token: str, replaced: str) -> None:
     oldest = min((found.step for found in whole[: task.keep_last]), default=0)
     pruned = [found for found in saved if found.step not in kept and (found.whole or found.step < oldest)]
     folders = [name_of(found.step) for found in pruned]
+    # Once another attempt of this job has the lock, it may read what it has listed before this save was complete.
+    check_holder(store, task.holder)
     store.delete([f"{folder}/{MANIFEST}" for folder in folders])  # first: a manifest never names files that are missing
     for folder, objects in listing.unnamed(without=folders):
         if folder == f"{name}/{replaced}" or folder.partition("/")[0] in folders or listing.is_left(objects):

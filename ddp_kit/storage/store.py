@@ -37,7 +37,7 @@ _PART = 8 << 20
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _IN_FLIGHT = 32 << 20  # bytes of parts that are sent at the same time, which are copied from the buffer
 _LONGEST_TEXT = 300
-_LISTINGS = 3  # the client does not repeat a listing whose answer was cut
+_LISTINGS = 3  # the client does not repeat a listing whose answer was cut or damaged
 _NOT_FOUND = (NotFoundError, FileNotFoundError)  # the client raises the second, too
 
 
@@ -53,8 +53,8 @@ class MissingError(CheckpointError):
     """An object does not exist."""
 
 
-class CutError(CheckpointError):
-    """The answer of the store was cut."""
+class UnreadableError(CheckpointError):
+    """The answer of the store was cut or damaged."""
 
 
 class NoPermissionError(CheckpointError):
@@ -137,7 +137,7 @@ class Store:
     def listed(self, folder: str = "") -> list[Stored]:
         """All objects in a folder and the folders in it."""
         for _ in range(_LISTINGS - 1):
-            with suppress(CutError):
+            with suppress(UnreadableError):
                 return self._listed(folder)
         return self._listed(folder)
 
@@ -192,6 +192,7 @@ _NO_CREDENTIALS = re.compile(
     "169[.]254[.]|/latest/(api/token|meta-data)|/computeMetadata/|/metadata/identity|Account must be|"
     "Missing SecretAccessKey"
 )
+_UNREADABLE = re.compile("response body|invalid list response")
 _STATUS = re.compile(r"status code: (\d{3} [\w ]+)")
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role; for a profile of the AWS CLI: "
@@ -225,5 +226,5 @@ def _explained_error(error: Exception, verb: str, place: str) -> CheckpointError
         return NoPermissionError(problem, hint, transient=True)
     if "bare redirect" in text.lower() or status[:3] == "301":
         return CheckpointError(f"{problem}: the bucket is in another region", "set AWS_REGION to the bucket's region")
-    kind = CutError if "response body" in text else CheckpointError
+    kind = UnreadableError if _UNREADABLE.search(text) else CheckpointError
     return kind(problem, "check the network, AWS_ENDPOINT_URL and AWS_REGION", transient=True)

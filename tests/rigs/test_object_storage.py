@@ -638,9 +638,9 @@ def test_endpoint_that_refuses_connections(run: Run) -> None:
     ("url", "words"),
     [
         ("s3://bucket", "is a whole bucket"),
-        ("s3://", "names no bucket"),
+        ("s3://", "has no bucket"),
         (f"s3://user:{SECRET}@bucket/run", "has a user or a password"),
-        ("hf://bucket/run", "cannot hold checkpoints"),
+        ("hf://bucket/run", "cannot be saved in hf://"),
         (f"s3://bucket/run?AWSAccessKeyId={SECRET}", "has a query or a fragment"),
     ],
 )

@@ -335,3 +335,22 @@ def test_run_in_a_copy_on_disk_deletes_no_file_of_a_branch(store: Store, tmp_pat
     (branch,) = tmp_path.glob("set-aside-*")
     assert [found.problem for found in checkpoints(branch, hashes=True)] == [None]
     assert [found.step for found in checkpoints(tmp_path)] == [4, 2, 1]
+
+
+def test_save_that_ends_when_another_run_has_the_lock_deletes_nothing(
+    object_store: ObjectStore, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run may have listed the checkpoints before the manifest was put, and read one of them now."""
+    store.put(".lock", json.dumps({"run": "job/1", "held": True}).encode())
+    saving.write(*task(store, 1, holder="job/1"))
+
+    def taken(_: object) -> None:
+        store.put(".lock", json.dumps({"run": "job/2", "held": True}).encode())
+
+    with Proxy(object_store) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        saving._store.cache_clear()
+        proxy.add(before(taken), "PUT .*manifest", times=1)
+        saving.write(*task(store, 2, holder="job/1", keep_last=1))
+    saving._store.cache_clear()
+    assert steps(store) == [2, 1]
