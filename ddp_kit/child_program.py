@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ddp_kit.env import PACKAGE_FOLDER
-from ddp_kit.errors import CheckpointError
+from ddp_kit.errors import CheckpointError, advice_for
 
 STOP = b"\n"
 """The packet that tells the child to exit."""
@@ -114,7 +114,7 @@ class ChildProgram:
         """`module`: the program, with a function `main(parent, line, *descriptors)`, which calls `serve`.
 
         `packages`: what it imports in addition to ddpkit and the standard library. `descriptors`: files that it uses.
-        Raises `OSError` if no process can be started.
+        Raises `CheckpointError` if no process can be started.
         """
         self._stderr = os.fdopen(os.memfd_create("ddpkit-child", os.MFD_CLOEXEC), "w+b", buffering=0)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,10 +133,14 @@ class ChildProgram:
                 pass_fds=[theirs.fileno(), *descriptors],
                 start_new_session=True,
             )
-        except OSError:
+        except OSError as error:
             self._socket.close()
             self._stderr.close()
-            raise
+            raise CheckpointError(
+                f"the process that {self.purpose} cannot be started: {error.strerror}",
+                advice_for(error, "raise the limits on processes and open files of this job (`ulimit -u -n`)"),
+                transient=True,
+            ) from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()

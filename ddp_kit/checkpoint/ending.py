@@ -8,12 +8,10 @@ The launcher's server runs it before it removes the folder of the copies.
 import json
 import mmap
 import os
-import socket
 import sys
 import uuid
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from enum import Enum, auto
 from io import FileIO
 from pathlib import Path
@@ -128,25 +126,17 @@ def _save_in_store(copy: StoredCheckpoint, target: Target) -> _Outcome:
     """Save a copy in object storage. Raises `CheckpointError`."""
     from ddp_kit.storage import listing, saving  # imports a client, which starts threads
     from ddp_kit.storage.lease import Answer, Lease
+    from ddp_kit.storage.remote import holder_of
     from ddp_kit.storage.store import Store
 
     store = Store(target.folder)
     lease = Lease(Store(target.folder, patient=False))
     run = f"{target.job}/{uuid.uuid4().hex}"
-    own = {
-        "run": run,
-        "job": target.job,
-        "attempt": _LAST_ATTEMPT,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "boot": "",
-        "since": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    answer, _ = lease.take(own)
+    answer, _ = lease.take(holder_of(run, target.job, _LAST_ATTEMPT))
     if answer is not Answer.TAKEN:  # no need to wait: this job has held the lock until it ended
         return _Outcome.OTHER_RUN
     try:
-        saved, _ = listing.newest_whole(listing.Listing(store))
+        saved = listing.newest_whole(listing.Listing(store)).checkpoint
         if saved is not None and saved.step >= copy.step:
             return _Outcome.NOT_NEEDED
         saving.write(_task(copy, target, run), memoryview(b""))

@@ -131,7 +131,7 @@ class StoredCheckpoint:
 
     @property
     def place(self) -> str:
-        """Where the checkpoint is, for messages."""
+        """The place of the checkpoint, for messages."""
         return str(self.path)
 
     @property
@@ -189,8 +189,13 @@ def checkpoints(folder: Path, *, hashes: bool = False) -> tuple[StoredCheckpoint
 
 def newest_whole(folder: Path, *, hashes: bool = False) -> Choice:
     """The newest complete checkpoint in `folder`. The arguments and errors are the same as for `checkpoints`."""
+    return first_whole(_each_checkpoint(folder, hashes=hashes))
+
+
+def first_whole(found: Iterable[StoredCheckpoint]) -> Choice:
+    """The first complete checkpoint, and the damaged ones before it. `found`: newest first."""
     skipped: list[StoredCheckpoint] = []
-    for checkpoint in _each_checkpoint(folder, hashes=hashes):
+    for checkpoint in found:
         if checkpoint.whole:
             return Choice(checkpoint, tuple(skipped))
         skipped.append(checkpoint)

@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +26,7 @@ from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.storage.choosing import fits_in_memory, folder_on_node
 from ddp_kit.storage.client import Service
-from ddp_kit.storage.remote import RemoteCheckpoint
+from ddp_kit.storage.remote import RemoteCheckpoint, cannot_fetch, holder_of
 from ddp_kit.storage.urls import Location, split
 
 
@@ -39,7 +37,7 @@ class Place(Protocol):
         """The checkpoints, newest first. `wait_seconds`: how long to wait for a process that still writes one."""
 
     def location(self, step: int) -> Location:
-        """Where the checkpoint of a step is."""
+        """The location of the checkpoint of a step."""
 
     def set_aside(self, after: int) -> tuple[Location, list[int]] | None:
         """Move the checkpoints of steps after `after` away. Returns where, and the steps; None if there are none."""
@@ -153,15 +151,7 @@ class BucketLock:
 
     def _take(self) -> dict[str, Any]:
         """Take the lock, and return its content before. Raises `CheckpointError` if another run holds it."""
-        own = {
-            "run": self._run,
-            "job": self._job if attempt_id() else "",
-            "attempt": predecessors(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "boot": _machine(),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        own = holder_of(self._run, self._job if attempt_id() else "", predecessors())
         began = time.monotonic()
         waits = False
         while True:
@@ -184,14 +174,6 @@ class BucketLock:
         return dict(holder)
 
 
-def _machine(folder: Path = Path("/proc")) -> str:
-    """What identifies this machine since it was started, and the process ids that are valid in this container."""
-    with suppress(OSError):
-        boot = (folder / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {(folder / 'self/ns/pid').readlink()}"
-    return ""
-
-
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +189,10 @@ class Fetched:
 
     def examine(self) -> StoredCheckpoint:
         """The checkpoint, without a look at the sizes of its files. Raises `CheckpointError`."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise cannot_fetch(error, self._folder) from None
         return self._service.checkpoint(self._place, self._folder, owned=self._owned)
 
 

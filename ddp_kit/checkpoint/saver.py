@@ -34,7 +34,7 @@ from ddp_kit.checkpoint.writer import (
 )
 from ddp_kit.child_program import ChildProgram
 from ddp_kit.env import CHECKPOINT_WRITER
-from ddp_kit.errors import CheckpointError, advice_for
+from ddp_kit.errors import CheckpointError
 from ddp_kit.log import logger
 from ddp_kit.storage.client import CLIENT_PACKAGES
 from ddp_kit.storage.urls import Location, is_url
@@ -485,15 +485,8 @@ class Saver:
         if self._writer is None and not self._has_process:
             self._writer = BlockingWriter(self._buffer)
         elif self._writer is None:
-            try:
-                packages = CLIENT_PACKAGES if is_url(self._folder) else ("xxhash",)
-                self._writer = WriterProcess(self._buffer.descriptor, packages)
-            except OSError as error:
-                raise CheckpointError(
-                    f"the process that writes checkpoints cannot be started: {error.strerror}",
-                    advice_for(error, "raise the limits on processes and open files of this job (`ulimit -u -n`)"),
-                    transient=True,
-                ) from None
+            packages = CLIENT_PACKAGES if is_url(self._folder) else ("xxhash",)
+            self._writer = WriterProcess(self._buffer.descriptor, packages)
         return self._writer
 
     def __enter__(self) -> Self:

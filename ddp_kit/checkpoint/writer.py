@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -169,23 +169,30 @@ class WriteTask:
 def write_file(path: Path, content: memoryview | bytes, system: System) -> FileRecord:
     """Create a file and fsync it. Raises `OSError`."""
     content = memoryview(content)
-    hasher = Hasher()
-    thread = Thread(target=hasher.update, args=(content,))  # hashing and writing release the GIL
     file = system.create(path)
     try:
-        thread.start()
-        try:
+        with hashing(content) as hasher:
             done = 0
             if len(content) >= _LARGE:
                 done = _write_past_the_cache(file, content[: len(content) // _BLOCK * _BLOCK], system)
             while done < len(content):
                 done += system.write(file, content[done : done + _CHUNK])
             system.fsync(file)
-        finally:
-            thread.join()
     finally:
         os.close(file)
     return FileRecord(path.name, len(content), str(hasher))
+
+
+@contextmanager
+def hashing(content: memoryview) -> Iterator[Hasher]:
+    """Context manager that hashes content in a thread, while it is written or sent; both release the GIL."""
+    hasher = Hasher()
+    thread = Thread(target=hasher.update, args=(content,))
+    thread.start()
+    try:
+        yield hasher
+    finally:
+        thread.join()
 
 
 def _write_files(task: WriteTask, memory: memoryview, folder: Path, system: System) -> list[FileRecord]:
@@ -497,10 +504,10 @@ def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[P
     Returns the new folder and the steps moved; None if there is nothing to move. Raises `CheckpointError`.
     """
     system = system or System()
-    later = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step > after and _is_ours(checkpoint)]
+    later = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step > after and is_ours(checkpoint)]
     if not later:
         return None
-    place = folder / f"{ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    place = folder / name_of_branch()
     try:
         system.mkdir(place)
         for checkpoint in later:
@@ -510,6 +517,11 @@ def set_aside(folder: Path, after: int, system: System | None = None) -> tuple[P
     except OSError as error:
         raise cannot_write(error, folder) from None
     return place, [checkpoint.step for checkpoint in later]
+
+
+def name_of_branch() -> str:
+    """A new name for the folder of an abandoned branch."""
+    return f"{ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def cannot_write(error: OSError, folder: Path) -> CheckpointError:
@@ -549,22 +561,34 @@ def _put_in_place(unfinished: Path, place: Path, system: System) -> None:
 def _prune(task: WriteTask, folder: Path, system: System) -> None:
     """Remove older checkpoints that exceed `keep_last`. Those of later steps belong to another run, and are kept."""
     saved = [checkpoint for checkpoint in checkpoints(folder) if checkpoint.step <= task.step]
-    whole = [checkpoint for checkpoint in saved if checkpoint.whole]
-    best = [checkpoint for checkpoint in whole if checkpoint.manifest is not None and checkpoint.manifest.best]
-    kept = [*whole[: task.keep_last], *best[:1]]
-    oldest = min((checkpoint.step for checkpoint in whole[: task.keep_last]), default=0)
-    for checkpoint in saved:
-        is_recent_and_damaged = not checkpoint.whole and checkpoint.step >= oldest
+    for checkpoint in not_kept(saved, task.keep_last):
         # A folder that was copied from object storage may also have files of a checkpoint that was set aside.
         is_copy = checkpoint.manifest is not None and checkpoint.manifest.folder != ""
-        if checkpoint not in kept and not is_recent_and_damaged and _is_ours(checkpoint) and not is_copy:
+        if not is_copy:
             removed = _removed(checkpoint.path)
             with suppress(FileNotFoundError):  # another writer removed it
                 system.rename(checkpoint.path, removed)
                 system.remove(removed)
 
 
-def _is_ours(checkpoint: StoredCheckpoint) -> bool:
+def not_kept(saved: Sequence[StoredCheckpoint], keep_last: int) -> list[StoredCheckpoint]:
+    """The checkpoints to remove. `saved`: newest first. `keep_last`: how many complete ones to keep; also the best.
+
+    A damaged one that is newer than the oldest of these is kept too.
+    """
+    whole = [checkpoint for checkpoint in saved if checkpoint.whole]
+    newest = whole[:keep_last]
+    best = [checkpoint for checkpoint in whole if checkpoint.manifest is not None and checkpoint.manifest.best]
+    kept = [*newest, *best[:1]]
+    oldest = min((checkpoint.step for checkpoint in newest), default=0)
+    return [
+        checkpoint
+        for checkpoint in saved
+        if checkpoint not in kept and (checkpoint.whole or checkpoint.step < oldest) and is_ours(checkpoint)
+    ]
+
+
+def is_ours(checkpoint: StoredCheckpoint) -> bool:
     """Whether this is a checkpoint, complete or damaged, in a format that this version of ddpkit can read."""
     return checkpoint.manifest is not None
 

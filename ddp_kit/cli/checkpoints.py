@@ -31,8 +31,7 @@ from ddp_kit.checkpoint.format import (
 from ddp_kit.errors import CheckpointError, ConfigError, UsageError
 from ddp_kit.exit_codes import ExitCode
 from ddp_kit.storage.choosing import candidates
-from ddp_kit.storage.command_line import place
-from ddp_kit.storage.interrupts import interruptible
+from ddp_kit.storage.command_line import interruptible, place
 from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.urls import checked_location, is_url, split, split_branch
 from ddp_kit.terminal import Terminal
@@ -155,7 +154,7 @@ def _in_store(url: str) -> _Found:
         raise UsageError(
             f"{url} is one checkpoint, not a folder of checkpoints", f"list all of its run: ddpkit checkpoints {run}"
         )
-    from ddp_kit.storage import verifying  # imports a client, which starts threads
+    from ddp_kit.storage import fetching  # imports a client, which starts threads
     from ddp_kit.storage.listing import Listing
     from ddp_kit.storage.store import Store
 
@@ -164,12 +163,12 @@ def _in_store(url: str) -> _Found:
     def listed() -> _Found:
         store = Store(run)
         listing = Listing(store)
-        stored = tuple(listing.each(listing.steps_of(branch), folder=branch))
+        stored = tuple(listing.each(listing.steps(branch), folder=branch))
         if branch:
-            return _Found(stored, [], [], partial(verifying.verified, store))
+            return _Found(stored, [], [], partial(fetching.verified, store))
         until = "a save removes it once nothing has been written there for an hour"
         incomplete = [(name, until) for name, _ in listing.unnamed()]
-        return _Found(stored, incomplete, listing.branches, partial(verifying.verified, store))
+        return _Found(stored, incomplete, listing.branches, partial(fetching.verified, store))
 
     return interruptible(listed)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddp_kit.doctor.checks import CheckResult, fail, ok, warn
 from ddp_kit.errors import CheckpointError, ConfigError
-from ddp_kit.storage.interrupts import interruptible
+from ddp_kit.storage.command_line import interruptible
 from ddp_kit.storage.urls import check_client
 
 if TYPE_CHECKING:

@@ -4,15 +4,13 @@
     store.py         Store: puts, gets, lists and deletes objects, with obstore
     saving.py        writes a checkpoint: each writer its files, then its record; the manifest last
     listing.py       the checkpoints under a URL, and what is left of unfinished ones
-    fetching.py      copies files of a checkpoint into a folder of this node, where the reader of disks reads them
-    verifying.py     compares the hashes of files, for `ddpkit checkpoints --verify`
-    interrupts.py    lets Ctrl-C end a command that waits for a store
+    fetching.py      copies files of a checkpoint into a folder of this node, or only verifies them
     lease.py         the lock of a run: an object that its holder renews
     service.py       the program that locks, lists and fetches for a rank, which does not import obstore
     client.py        Service: a rank's handle on that program
     choosing.py      the checkpoints that a URL may mean, for `ddpkit export` and `load_model`
-    remote.py        a checkpoint in object storage as a reader sees it
-    command_line.py  arguments of commands that are folders or URLs
+    remote.py        a checkpoint in object storage as a reader sees it; the holder of a lock
+    command_line.py  arguments of commands that are folders or URLs; waits that Ctrl-C ends
 
 Objects have the names that a folder of checkpoints has, so a copy of all objects in a folder can be read as one:
 

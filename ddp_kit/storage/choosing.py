@@ -10,9 +10,9 @@ from pathlib import Path
 from ddp_kit.checkpoint.format import StoredCheckpoint, name_of, step_of
 from ddp_kit.control_groups import available_memory
 from ddp_kit.env import LEAST_SHARED_MEMORY, SHARED_MEMORY, attempt_folder, memory_folder, workers_on_node
-from ddp_kit.errors import CheckpointError, advice_for
+from ddp_kit.errors import CheckpointError
 from ddp_kit.storage.client import Service
-from ddp_kit.storage.remote import RemoteCheckpoint
+from ddp_kit.storage.remote import RemoteCheckpoint, cannot_fetch
 from ddp_kit.storage.urls import split, split_branch
 
 
@@ -92,11 +92,7 @@ def _new_folder(size: int) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="ddpkit-fetched-", dir=base))
     except OSError as error:
-        raise CheckpointError(
-            f"a checkpoint cannot be fetched to {base}: {error.strerror or error}",
-            advice_for(error, "set TMPDIR to a folder with enough space for a checkpoint"),
-            transient=True,
-        ) from None
+        raise cannot_fetch(error, base) from None
 
 
 def folder_on_node(*, in_memory: bool) -> Path:

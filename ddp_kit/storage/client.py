@@ -9,10 +9,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from ddp_kit.checkpoint.format import MANIFEST, StoredCheckpoint, manifest_in, step_of
+from ddp_kit.checkpoint.format import StoredCheckpoint
 from ddp_kit.child_program import ChildProgram
 from ddp_kit.errors import CheckpointError
-from ddp_kit.storage.remote import RemoteCheckpoint
+from ddp_kit.storage.remote import fetched
 from ddp_kit.storage.urls import check_client
 
 CLIENT_PACKAGES = ("xxhash", "obstore", "typing_extensions")
@@ -49,7 +49,7 @@ class Service:
         with self._using:
             program = self._program
             if program is None or program.gone:
-                program = self._program = self._start()
+                program = self._program = _Program()
             with suppress(CheckpointError):  # an earlier call, which was interrupted
                 program.finished(wait=True)
             program.begin(json.dumps([self.url, method, arguments]))
@@ -63,10 +63,7 @@ class Service:
         """
         fetch = partial(self._fetch, place, folder, owned)
         fetch("")
-        step = step_of(place.rpartition("/")[2])
-        manifest, problem = manifest_in((folder / place / MANIFEST).read_bytes(), step)
-        number = -1 if step is None else step
-        return RemoteCheckpoint(folder / place, number, manifest, problem, f"{self.url}/{place}", fetch)
+        return fetched(folder / place, f"{self.url}/{place}", fetch)
 
     def close(self) -> None:
         """Stop the process, which gives the lock back and removes the folders that it owns."""
@@ -82,13 +79,3 @@ class Service:
 
     def _fetch(self, place: str, folder: Path, owned: bool, name: str) -> None:
         self.call("fetch", place=place, name=name, folder=str(folder), owned=owned)
-
-    def _start(self) -> _Program:
-        try:
-            return _Program()
-        except OSError as error:
-            raise CheckpointError(
-                f"the process that uses object storage cannot be started: {error.strerror}",
-                "raise the limits on processes and open files of this job (`ulimit -u -n`)",
-                transient=True,
-            ) from None

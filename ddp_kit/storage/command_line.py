@@ -1,11 +1,15 @@
-"""Arguments of commands that are folders: on disk, or URLs in object storage. Imports no client."""
+"""What commands need for URLs: arguments that are folders or URLs, and waits that Ctrl-C ends. Imports no client."""
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from ddp_kit.errors import ConfigError, UsageError
 from ddp_kit.storage.urls import Location, checked_location, local_path
+
+Result = TypeVar("Result")
 
 
 def place(text: str, checked: Callable[[str], Location] = checked_location) -> Location:
@@ -40,3 +44,15 @@ def check_on_disk(flag: str, place: str | None) -> None:
         local_path(place or "", flag)
     except ConfigError as error:
         raise UsageError(error.message, error.hint) from None
+
+
+def interruptible(function: Callable[[], Result]) -> Result:
+    """The result of a function that runs in a thread: a signal does not interrupt a request of the client.
+
+    After an exception in a signal handler, the thread continues until the process ends, which must not wait for it.
+    """
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(function).result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

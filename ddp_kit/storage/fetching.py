@@ -1,22 +1,18 @@
-"""Copies files of a checkpoint from object storage into a folder of this node. Imports obstore."""
+"""Copies files of a checkpoint from object storage into a folder of this node, or only verifies them."""
 
 import fcntl
-import mmap
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
-from ddp_kit.checkpoint.format import MANIFEST, FileRecord, Hasher, StoredCheckpoint, manifest_in, step_of, wrong_hash
-from ddp_kit.errors import CheckpointError, advice_for
+from ddp_kit.checkpoint.format import MANIFEST, Hasher, StoredCheckpoint, manifest_in, wrong_hash
+from ddp_kit.errors import CheckpointError
 from ddp_kit.storage.listing import manifest_bytes, object_name
-from ddp_kit.storage.remote import RemoteCheckpoint
-from ddp_kit.storage.store import Store
+from ddp_kit.storage.remote import cannot_fetch
+from ddp_kit.storage.store import MissingError, Store
 
-_PART = 8 << 20
-_PARTS_AT_ONCE = 8
 _ATTEMPTS = 2  # if a file arrives with other bytes than were written
 
 
@@ -44,9 +40,11 @@ def fetch_file(store: Store, place: str, name: str, folder: Path) -> None:
 
     def produce(path: Path) -> None:
         for _ in range(_ATTEMPTS):
-            _download(store, source, record, path)
-            if _hash_of(path) == record.hash:
-                return
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+                if record.bytes:
+                    os.posix_fallocate(file.fileno(), 0, record.bytes)  # a full disk is noticed now
+                if _hash_of(store, source, record.bytes, file.write) == record.hash:
+                    return
         raise CheckpointError(
             f"{store.url}/{source}: {wrong_hash(name)}", "use another checkpoint, or restore this object"
         )
@@ -54,47 +52,30 @@ def fetch_file(store: Store, place: str, name: str, folder: Path) -> None:
     _once(folder / source, produce)
 
 
-def opened(store: Store, place: str, folder: Path) -> StoredCheckpoint:
-    """A checkpoint whose files are copied to `folder` when they are read. `place`: as for `fetch_manifest`."""
-    fetch_manifest(store, place, folder)
-    step = step_of(place.rpartition("/")[2])
-    manifest, problem = manifest_in((folder / place / MANIFEST).read_bytes(), step)
-    return RemoteCheckpoint(
-        folder / place,
-        -1 if step is None else step,
-        manifest,
-        problem,
-        f"{store.url}/{place}",
-        lambda name: fetch_file(store, place, name, folder),
-    )
+def verified(store: Store, checkpoint: StoredCheckpoint) -> StoredCheckpoint:
+    """Read every file of a listed checkpoint, and return the checkpoint with `problem` set if a hash differs.
+
+    Nothing is stored. Raises `CheckpointError` if a file cannot be read.
+    """
+    if checkpoint.manifest is None or checkpoint.problem is not None:
+        return checkpoint
+    for file in checkpoint.manifest.files:
+        source = object_name(str(checkpoint.path), checkpoint.manifest, file.name)
+        try:
+            damaged = all(_hash_of(store, source, file.bytes) != file.hash for _ in range(_ATTEMPTS))
+        except MissingError:
+            return replace(checkpoint, problem=f"{file.name} is missing")
+        if damaged:
+            return replace(checkpoint, problem=wrong_hash(file.name))
+    return checkpoint
 
 
-def _download(store: Store, source: str, record: FileRecord, path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        if record.bytes:
-            os.posix_fallocate(descriptor, 0, record.bytes)  # a full disk is noticed now
-
-        def part(begin: int) -> None:
-            content = store.get_range(source, begin, min(_PART, record.bytes - begin))
-            while content:
-                done = os.pwrite(descriptor, content, begin)
-                content = content[done:]
-                begin += done
-
-        with ThreadPoolExecutor(_PARTS_AT_ONCE) as pool:
-            for _ in pool.map(part, range(0, record.bytes, _PART)):
-                pass
-    finally:
-        os.close(descriptor)
-
-
-def _hash_of(path: Path) -> str:
+def _hash_of(store: Store, name: str, size: int, use: Callable[[memoryview], object] = lambda _: None) -> str:
+    """Read an object, and return its hash. `use`: a function that gets each part of the content, in order."""
     hasher = Hasher()
-    with FileIO(path) as file:
-        if path.stat().st_size:
-            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content, memoryview(content) as view:
-                hasher.update(view)
+    for part in store.parts(name, size):
+        hasher.update(part)
+        use(part)
     return str(hasher)
 
 
@@ -102,21 +83,12 @@ def _once(path: Path, produce: Callable[[Path], None]) -> None:
     """Make a file, unless another process of this node has made it. `produce`: a function that makes it at a path."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f"{path.name}.lock")):
+        name = path.with_name(f"{path.name}.lock")
+        with FileIO(os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 new = path.with_name(f"{path.name}.part")
                 produce(new)
                 new.rename(path)
     except OSError as error:
-        raise CheckpointError(
-            f"a checkpoint cannot be fetched to {path.parent}: {error.strerror or error}",
-            advice_for(error, "set TMPDIR to a folder with enough space for a checkpoint"),
-            transient=True,
-        ) from None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        raise cannot_fetch(error, path.parent) from None

@@ -5,9 +5,21 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
+from posixpath import normpath
 
-from ddp_kit.checkpoint.format import ASIDE, MANIFEST, Manifest, StoredCheckpoint, manifest_in, name_of, step_of
+from ddp_kit.checkpoint.format import (
+    ASIDE,
+    MANIFEST,
+    Choice,
+    Manifest,
+    StoredCheckpoint,
+    first_whole,
+    manifest_in,
+    name_of,
+    step_of,
+)
 from ddp_kit.storage.remote import RemoteCheckpoint
 from ddp_kit.storage.store import MissingError, Store, Stored
 
@@ -37,11 +49,11 @@ class Listing:
         current = {(found.name, json.dumps(found.version)) for found in self._manifests.values()}
         store.manifests = {key: known for key, known in store.manifests.items() if key in current}
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps that have a manifest, newest first."""
-        found = (step_of(folder) for folder in self._manifests)
-        return sorted((step for step in found if step is not None), reverse=True)
+    def steps(self, branch: str = "") -> list[int]:
+        """The steps that have a manifest, newest first. `branch`: the folder of an abandoned branch; "": the run."""
+        above = f"{branch}/" if branch else ""
+        folders = (folder.removeprefix(above) for folder in self._manifests if folder.startswith(above))
+        return sorted((step for step in map(step_of, folders) if step is not None), reverse=True)
 
     @property
     def branches(self) -> list[str]:
@@ -67,13 +79,6 @@ class Listing:
         if manifest is not None and problem is None:
             problem = self._missing(place, manifest)
         return RemoteCheckpoint(Path(place), step or 0, manifest, problem, url=f"{self.store.url}/{place}")
-
-    def steps_of(self, branch: str) -> list[int]:
-        """The steps with a manifest in an abandoned branch, newest first. `branch`: its folder; "": the run itself."""
-        if not branch:
-            return self.steps
-        folders = (folder.removeprefix(f"{branch}/") for folder in self._manifests if folder.startswith(f"{branch}/"))
-        return sorted((step for step in map(step_of, folders) if step is not None), reverse=True)
 
     def objects_of(self, step: int) -> dict[str, list[Stored]]:
         """The objects of each save of a step, by the token in their names."""
@@ -133,21 +138,12 @@ def manifest_bytes(store: Store, name: str) -> bytes:
 
 def object_name(place: str, manifest: Manifest, file: str) -> str:
     """The name of the object with a file of a checkpoint. `place`: the folder of its manifest."""
-    folder = manifest.folder
-    if folder.startswith("../../"):
-        return f"{folder.removeprefix('../../')}/{file}"
-    return f"{place}/{folder}/{file}".replace("//", "/")
+    return normpath(f"{place}/{manifest.folder}/{file}")
 
 
-def newest_whole(listing: Listing) -> tuple[StoredCheckpoint | None, list[StoredCheckpoint]]:
+def newest_whole(listing: Listing) -> Choice:
     """The newest complete checkpoint, and the newer ones that are damaged."""
-    skipped: list[StoredCheckpoint] = []
-    for step in listing.steps:
-        for checkpoint in listing.each([step]):
-            if checkpoint.whole:
-                return checkpoint, skipped
-            skipped.append(checkpoint)
-    return None, skipped
+    return first_whole(chain.from_iterable(listing.each([step]) for step in listing.steps()))
 
 
 def best(listing: Listing, branch: str = "") -> StoredCheckpoint | None:
@@ -155,5 +151,5 @@ def best(listing: Listing, branch: str = "") -> StoredCheckpoint | None:
 
     `branch`: the folder of an abandoned branch; "": the run.
     """
-    candidates = listing.each(listing.steps_of(branch), folder=branch)
+    candidates = listing.each(listing.steps(branch), folder=branch)
     return next((found for found in candidates if found.manifest and found.manifest.best), None)

@@ -20,16 +20,23 @@ from functools import cache
 from threading import Event, Thread
 
 from ddp_kit.checkpoint.format import (
-    ASIDE,
     MANIFEST,
     FileRecord,
-    Hasher,
     Manifest,
     manifest_content,
     manifest_in,
     name_of,
 )
-from ddp_kit.checkpoint.writer import Region, WriteTask, missing_writer, records_in
+from ddp_kit.checkpoint.writer import (
+    Region,
+    WriteTask,
+    hashing,
+    is_ours,
+    missing_writer,
+    name_of_branch,
+    not_kept,
+    records_in,
+)
 from ddp_kit.errors import CheckpointError
 from ddp_kit.storage.lease import check_holder
 from ddp_kit.storage.listing import Listing
@@ -90,10 +97,10 @@ def set_aside(store: Store, after: int) -> tuple[str, list[int]] | None:
     Returns the new folder and the steps; None if there are none. Raises `CheckpointError`.
     """
     listing = Listing(store)
-    later = [found for found in listing.each([step for step in listing.steps if step > after]) if found.manifest]
+    later = [found for found in listing.each([step for step in listing.steps() if step > after]) if is_ours(found)]
     if not later:
         return None
-    aside = f"{ASIDE}{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    aside = name_of_branch()
     for found in later:
         assert found.manifest is not None, "selected"
         name = name_of(found.step)
@@ -108,13 +115,8 @@ def _upload(store: Store, files: Sequence[Region], folder: str, memory: memoryvi
     records = []
     for file in files:
         content = file.content_in(memory)
-        hasher = Hasher()
-        thread = Thread(target=hasher.update, args=(content,))  # hashing and sending release the GIL
-        thread.start()
-        try:
+        with hashing(content) as hasher:
             store.upload(f"{folder}/{file.name}", content)
-        finally:
-            thread.join()
         records.append(FileRecord(file.name, len(content), str(hasher)))
     return records
 
@@ -219,13 +221,8 @@ def _clean(store: Store, task: WriteTask, token: str, replaced: str) -> None:
     name = name_of(task.step)
     own = listing.objects_of(task.step).get(token, [])
     store.delete([found.name for found in own if found.name.rpartition("/")[2].startswith(".writer-")])
-    saved = [found for found in listing.each([step for step in listing.steps if step <= task.step]) if found.manifest]
-    whole = [found for found in saved if found.whole]
-    best = [found for found in whole if found.manifest and found.manifest.best]
-    kept = {found.step for found in (*whole[: task.keep_last], *best[:1])}
-    oldest = min((found.step for found in whole[: task.keep_last]), default=0)
-    pruned = [found for found in saved if found.step not in kept and (found.whole or found.step < oldest)]
-    folders = [name_of(found.step) for found in pruned]
+    saved = [*listing.each([step for step in listing.steps() if step <= task.step])]
+    folders = [name_of(found.step) for found in not_kept(saved, task.keep_last)]
     # Once another attempt of this job has the lock, it may read what it has listed before this save was complete.
     check_holder(store, task.holder)
     store.delete([f"{folder}/{MANIFEST}" for folder in folders])  # first: a manifest never names files that are missing

@@ -43,7 +43,7 @@ class _Requests:
         `branch`: the folder of an abandoned branch, whose checkpoints are meant.
         """
         listing = Listing(self._store)
-        steps = listing.steps_of(branch)
+        steps = listing.steps(branch)
         found: list[StoredCheckpoint] = []
         while steps and sum(checkpoint.whole for checkpoint in found) < _MOST_LISTED:
             found += listing.each(steps[:_MOST_LISTED], folder=branch)

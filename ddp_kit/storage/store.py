@@ -1,7 +1,9 @@
 """`Store`: the objects under a URL. Imports obstore, so no rank may import this module; see service.py."""
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -34,6 +36,7 @@ _RETRY_SECONDS = 60.0
 _BACKOFF: Any = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2}
 _CLIENT: Any = {"timeout": "45s", "connect_timeout": "10s"}  # for an attempt, with the content
 _PART = 8 << 20
+_PARTS_AT_ONCE = 8  # of an object that is read
 _MOST_PARTS = 9_000  # S3 allows 10,000
 _IN_FLIGHT = 32 << 20  # bytes of parts that are sent at the same time, which are copied from the buffer
 _LONGEST_TEXT = 300
@@ -133,6 +136,17 @@ class Store:
         """A part of an object. Raises `MissingError`."""
         with self._explained("read", name):
             return memoryview(obstore.get_range(self._store, name, start=begin, length=size))
+
+    def parts(self, name: str, size: int) -> Iterator[memoryview]:
+        """The content of an object in order, of which several parts are read at the same time. `size`: in bytes."""
+        waiting: deque[Future[memoryview]] = deque()
+        with ThreadPoolExecutor(_PARTS_AT_ONCE) as pool:
+            for begin in range(0, size, _PART):
+                waiting.append(pool.submit(self.get_range, name, begin, min(_PART, size - begin)))
+                if len(waiting) == _PARTS_AT_ONCE:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
     def listed(self, folder: str = "") -> list[Stored]:
         """All objects in a folder and the folders in it."""

@@ -139,7 +139,7 @@ def test_error_is_told(copies: Path, tmp_path: Path) -> None:
 
 def steps_in(url: str) -> list[int]:
     listing = Listing(Store(url))
-    return [found.step for found in listing.each(listing.steps) if found.whole]
+    return [found.step for found in listing.each(listing.steps()) if found.whole]
 
 
 def hold(url: str, **changes: object) -> None:

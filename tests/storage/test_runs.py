@@ -38,7 +38,7 @@ def weights(trainer: Trainer) -> dict[str, Any]:
 
 def steps(url: str) -> list[int]:
     listing = Listing(Store(url))
-    return [found.step for found in listing.each(listing.steps) if found.whole]
+    return [found.step for found in listing.each(listing.steps()) if found.whole]
 
 
 def services() -> list[psutil.Process]:

@@ -15,8 +15,9 @@ from ddp_kit.checkpoint.writer import Region, WriteTask, write
 from ddp_kit.errors import CheckpointError
 from ddp_kit.storage import listing as listing_module
 from ddp_kit.storage import saving
-from ddp_kit.storage.fetching import opened
+from ddp_kit.storage.fetching import fetch_file, fetch_manifest
 from ddp_kit.storage.listing import Listing, best, newest_whole
+from ddp_kit.storage.remote import RemoteCheckpoint, fetched
 from ddp_kit.storage.store import Store
 from tests.support.object_store import ObjectStore, Proxy, answer, before, change_answer, cut_answer, lose_answer
 
@@ -29,8 +30,14 @@ def task(store: Store, step: int, **changes: object) -> tuple[WriteTask, memoryv
     return replace(made, **changes), content  # type: ignore[arg-type]
 
 
+def opened(store: Store, place: str, folder: Path) -> RemoteCheckpoint:
+    """A checkpoint whose files are fetched as a service does it."""
+    fetch_manifest(store, place, folder)
+    return fetched(folder / place, f"{store.url}/{place}", lambda name: fetch_file(store, place, name, folder))
+
+
 def steps(store: Store) -> list[int]:
-    return [found.step for found in Listing(store).each(Listing(store).steps) if found.whole]
+    return [found.step for found in Listing(store).each(Listing(store).steps()) if found.whole]
 
 
 def names(store: Store) -> set[str]:
@@ -203,7 +210,7 @@ def test_checkpoints_of_an_abandoned_branch_are_kept(store: Store, long_ago: Non
         saving.write(*task(store, step, token=f"b{step}", keep_last=1))
     assert steps(store) == [4]
     branch = place.rpartition("/")[2]
-    aside = [*Listing(store).each(Listing(store).steps_of(branch), folder=branch)]
+    aside = [*Listing(store).each(Listing(store).steps(branch), folder=branch)]
     assert [(found.step, found.problem) for found in aside] == [(3, None), (2, None)]
     found = opened(store, f"{branch}/{name_of(2)}", tmp_path)
     assert found.file("state.json").read_bytes() == b" state   2"
@@ -216,7 +223,8 @@ def test_damaged_checkpoints_are_named_and_newer_ones_not_deleted(store: Store, 
         saving.write(*task(store, step, keep_last=3))
     store.delete([f"{name_of(3)}/30/state.json"])
     store.put(f"{name_of(2)}/20/state.json", b"short")
-    found, skipped = newest_whole(Listing(store))
+    choice = newest_whole(Listing(store))
+    found, skipped = choice.checkpoint, choice.skipped
     assert found is not None
     assert found.step == 1
     assert [each.problem for each in skipped] == ["state.json is missing", "state.json has 5 bytes instead of 10"]
@@ -224,14 +232,15 @@ def test_damaged_checkpoints_are_named_and_newer_ones_not_deleted(store: Store, 
     with pytest.raises(CheckpointError, match=r"state\.json.*hash"):
         opened(store, name_of(1), tmp_path).file("state.json")
     saving.write(*task(store, 4, keep_last=3))
-    assert [each.step for each in Listing(store).each(Listing(store).steps)] == [4, 3, 2, 1]
+    assert [each.step for each in Listing(store).each(Listing(store).steps())] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("bad", [b"", b"{}", b"\xff"])
 def test_manifest_with_any_content_is_named_and_nothing_is_deleted(bad: bytes, store: Store, long_ago: None) -> None:
     saving.write(*task(store, 1))
     store.put(f"{name_of(1)}/{MANIFEST}", bad)
-    found, skipped = newest_whole(Listing(store))
+    choice = newest_whole(Listing(store))
+    found, skipped = choice.checkpoint, choice.skipped
     assert found is None
     assert MANIFEST in str(skipped[0].problem)
     saving.write(*task(store, 2))
@@ -283,7 +292,7 @@ def test_thousand_steps_are_listed(object_store: ObjectStore, store: Store, monk
             pass
     with Proxy(object_store) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        found, _ = newest_whole(Listing(Store(store.url)))
+        found = newest_whole(Listing(Store(store.url))).checkpoint
         assert found is not None
         assert found.step == 1000
         pages = proxy.seen("list-type")
@@ -302,7 +311,7 @@ def test_old_checkpoint_is_never_named_by_a_manifest_without_files(
 
     def look(*_: object) -> None:
         direct = Store(store.url)
-        seen.append([found.problem for found in Listing(direct).each(Listing(direct).steps)])
+        seen.append([found.problem for found in Listing(direct).each(Listing(direct).steps())])
 
     with Proxy(object_store) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)

@@ -557,7 +557,7 @@ class _ProxyHandler(BaseHTTPRequestHandler):
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         request.status = given.status
         for data in (head, given.body[: given.cut_after]):
-            request.received += len(data)  # before the client can go on
+            request.received += len(data)  # before the client can continue
             self.wfile.write(data)
         if given.cut_after is not None:
             raise ConnectionCutError
